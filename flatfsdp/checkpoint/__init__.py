@@ -4,17 +4,17 @@ full        one ordinary dict with whole tensors; any world size, any engine can
 sharded     for torch.distributed.checkpoint: every rank writes its part; any world size can read it
 local       this rank's flat shards as they are, for the same world size, or for `consolidate` offline
 
-Tensor parallelism shows in local ones only: parts are joined, or written at their places in the whole tensor.
-Stages of a pipeline are saved together in a sharded one.  FP8 scales are those of the first tensor-parallel
-rank; an amax_reduction_group with all of them, such as the default, keeps them equal.
+Only local checkpoints show tensor parallelism: in the others parts are joined, or written at their places in
+the whole tensor.  A sharded checkpoint has all stages of a pipeline.  FP8 scales are those of the first
+tensor-parallel rank; an amax_reduction_group with all these ranks, such as the default, keeps them equal.
 
-`save` and `load` are of the sharded form: a save is there whole or not at all, a load verifies every file and
-executes nothing.  In the order of a save, then of a load:
+`save` and `load` use the sharded form: a save is complete or absent, and a load verifies every file and
+executes nothing.  Modules, in the order of a save, then of a load:
 
     saving -> sharded -> writer -> digests, manifest, commit
     loading -> opening -> reader, fit, verification
 
-manager     `CheckpointManager`: the checkpoints of a run; goes on from the newest that is whole
+manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint

@@ -1,7 +1,7 @@
-"""An `EMA` in a sharded checkpoint, beside the model: under the same names, for any number of ranks.
+"""Stores an `EMA` in a sharded checkpoint beside the model, under the same names, for any number of ranks.
 
 In:   an average of a model's weights.
-Out:  what `saving.py` writes; what `loading.py` has read, in the average's shards.
+Out:  the entries that `saving.py` writes; the average's shards, filled with what `loading.py` has read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from flatfsdp.engine.ema import EMA
 
 
 def sharded_average(ema: EMA, shards: list[Tensor]) -> dict[str, Any]:
-    """What a checkpoint has of an average.  Collective, if the model is tensor-parallel.
+    """Checkpoint entries of an average.  Collective, if the model is tensor-parallel.
 
     Args:
-        shards: laid out as the average's, which it aliases.
+        ema: the average.
+        shards: shards in the layout of the average's; the entries alias them.
     """
     owners = owners_of(group.master for _, group in ema.groups)
     values = {
@@ -59,7 +60,7 @@ def check_average_fits(metadata: Metadata, ema: EMA) -> None:
 
 
 def fill_average(ema: EMA, shards: list[Tensor], updates: int) -> None:
-    """Takes over what was read."""
+    """Copies the shards that were read, and the number of updates, into the average."""
     for own, read in zip(ema.shards, shards, strict=True):
         own.copy_(read)
     ema.updates = updates

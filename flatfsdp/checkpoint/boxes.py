@@ -1,4 +1,4 @@
-"""A run of elements of an N-dimensional tensor as rectangles, which is how checkpoints name parts."""
+"""Cuts a run of elements of an N-dimensional tensor into boxes, the form in which checkpoints name parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatfsdp.contract.placement import Partition
 
 
 class Box(NamedTuple):
-    """`sizes` elements from `offsets` on, in each dimension; contiguous in memory from element `start` on."""
+    """Box of `sizes` elements from `offsets` on; contiguous in memory from element `start` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -19,12 +19,12 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements in the box."""
         return math.prod(self.sizes)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop), in row-major order, as few contiguous boxes: at most 2 * dimensions - 1.
+    """Yields elements [start, stop), in row-major order, as at most 2 * dimensions - 1 contiguous boxes.
 
     . . . a a a
     b b b b b b      [3, 16) of a 4 x 6 tensor: the end of a row, whole rows, the beginning of a row
@@ -57,11 +57,15 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 def boxes_of_part(
     shape: Sequence[int], start: int, stop: int, partition: Partition, rank: int, count: int
 ) -> Iterator[Box]:
-    """Boxes of one rank's part of a split tensor, at their places in the whole tensor; see `boxes`.
+    """Yields boxes of one rank's part of a split tensor, at their places in the whole tensor; see `boxes`.
 
     Args:
-        shape: of the part.
-        partition: of the whole tensor over `count` ranks.
+        shape: shape of the part.
+        start: first element of the run, in the part.
+        stop: end of the run, in the part.
+        partition: split of the whole tensor over `count` ranks.
+        rank: the rank that has the part.
+        count: number of ranks.
     """
     dim, cursor = partition.dim, 0
     runs = []
@@ -75,7 +79,7 @@ def boxes_of_part(
 
 
 def _moved(box: Box, dim: int, low: int, high: int, shift: int) -> Iterator[Box]:
-    """What is in [low, high) of dimension `dim`, moved by `shift`."""
+    """Yields the parts of a box in [low, high) of dimension `dim`, moved by `shift`."""
     begin, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
     low, high = max(low, begin), min(high, end)
     if low >= high:
@@ -86,7 +90,7 @@ def _moved(box: Box, dim: int, low: int, high: int, shift: int) -> Iterator[Box]
     if (low, high) == (begin, end):
         yield Box(offsets, sizes, box.start)
         return
-    # A part of each of several rows is not contiguous: one box a row.
+    # Parts of several rows are not contiguous: one box a row.
     rows = product(*(range(size) for size in box.sizes[:dim]))
     for number, index in enumerate(rows):
         leading = tuple(offset + i for offset, i in zip(box.offsets, index, strict=False))

@@ -1,10 +1,10 @@
-"""The end of a save: everything is on the disk before one rename makes it the checkpoint.
+"""Commits a save: brings everything to the disk before one rename makes it the checkpoint.
 
 In:   what the ranks have written, and their digests.
 Out:  a folder whose `.metadata` is the new save's, with nothing left of earlier ones.
 Next: `opening.py` reads it.
 
-    extra-<id>.pt, .metadata.tmp, manifest-<id>.json      written and flushed to the disk, as data files were
+    extra-<id>.pt, .metadata.tmp, manifest-<id>.json      written and flushed to disk, like data files before
     .metadata.tmp -> .metadata                            the commit: until then the old checkpoint loads
     files of other saves                                  removed
 """
@@ -35,12 +35,12 @@ from flatfsdp.checkpoint.manifest import (
 def commit(
     folder: Path, save_id: str, data_files: Mapping[str, FileRecord], metadata: bytes, extra: bytes | None
 ) -> None:
-    """Makes a save the folder's checkpoint.  On one rank, when all have written.
+    """Makes a save the folder's checkpoint; runs on one rank, after all have written.
 
     Raises:
         OSError: if something cannot be written.
-        CheckpointError: if a data file is not here, or not as long as its rank has written.
-        In both cases the old checkpoint, if any, is still the folder's.
+        CheckpointError: if a data file is not here, or has another length than its rank has written.
+        In both cases the old checkpoint, if any, remains the folder's.
     """
     _check_lengths(folder, save_id, data_files)
     contents = {METADATA: metadata}
@@ -61,7 +61,7 @@ def commit(
             with suppress(OSError):
                 place.unlink(missing_ok=True)
         raise
-    # It is the folder's checkpoint by now, whatever happens.
+    # From here on it is the folder's checkpoint, even if the rest fails.
     try:
         sync_folder(folder)
         _remove_leftovers(folder, manifest)
@@ -70,7 +70,7 @@ def commit(
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, and brings their names to the disk."""
+    """Makes a folder and its parents, and flushes their names to disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -78,16 +78,16 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk; files are brought there by themselves."""
+    """Flushes the names in a folder to disk; files are flushed separately."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except PermissionError:
-        # The parent may be somebody else's, who lets us pass, but not look.
+        # The parent may belong to another user, who lets us pass through but not read it.
         return
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems have no such thing.
+        # Some network file systems do not support this.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -117,7 +117,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
-    """Removes files of saves that were overwritten or did not end; what stays is removed by the next save."""
+    """Removes files of overwritten or unfinished saves; what stays is removed by the next save."""
     for name in os.listdir(folder):
         if is_ours(name) and name not in manifest.files and name != manifest.name:
             with suppress(OSError):

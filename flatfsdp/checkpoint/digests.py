@@ -1,8 +1,8 @@
-"""Digests of files, computed by several threads while a file is written, or from a file that is there.
+"""Digests of files, computed by several threads while a file is written, or from an existing file.
 
-In:   what is written, view by view; or a file.
+In:   the data that is written, piece by piece; or a file.
 Out:  the number of bytes, and their digest.
-Next: `manifest.py` keeps them; `verification.py` compares.
+Next: `manifest.py` stores digests; `verification.py` compares them.
 
 A file's digest is the SHA-256 of the SHA-256s of its pieces of 1 MiB, so that threads share one file:
 
@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 PIECE = 1 << 20
-"""Bytes that are hashed by themselves."""
+"""Bytes of a file that are hashed together."""
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 8))
-"""On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s, and more slow the writing."""
+"""Threads on each rank.  hashlib releases the GIL; one core hashes 1 to 2 GB/s, and more slow the writing."""
 
 
 class FileDigest(NamedTuple):
@@ -37,7 +37,7 @@ class FileDigest(NamedTuple):
 
 
 def digest_of(data: bytes) -> FileDigest:
-    """The digest of a file that holds `data`."""
+    """Returns the digest of a file that holds `data`."""
     view = memoryview(data)
     starts = range(0, len(data), PIECE)
     return _joined(len(data), (hashlib.sha256(view[start : start + PIECE]).digest() for start in starts))
@@ -47,10 +47,12 @@ def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -
     """Reads and hashes a file, a piece in each thread of `pool`.
 
     Args:
-        is_stopped: asked before each piece; where it says so, the digest is not the file's.
+        path: file to read.
+        pool: executor whose threads read and hash.
+        is_stopped: asked before each piece; once it returns True, the result is not the file's digest.
 
     Raises:
-        OSError: if it cannot be read, or becomes shorter meanwhile.
+        OSError: if the file cannot be read, or becomes shorter meanwhile.
     """
     with open(path, "rb", buffering=0) as file:
         number, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -62,8 +64,8 @@ def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -
 
 
 _BUFFERS = threading.local()
-"""A buffer of one piece for each thread: making one for each piece costs more than hashing it, because the
-system takes it away from all threads' address space again."""
+"""Buffer of one piece for each thread.  Allocating one a piece would cost more than hashing it, because the
+system unmaps the memory in all threads' address space again."""
 
 
 def _buffer() -> memoryview:
@@ -89,16 +91,16 @@ def _joined(size: int, pieces: Iterator[bytes]) -> FileDigest:
 
 
 class DigestingFile:
-    """A new file, opened for writing, that knows the digest of what was written.
+    """A new file, open for writing, that computes the digest of what is written.
 
-    Threads follow the writing: they read each piece back, as soon as all of it is in the file, and hash it.
+    Threads follow the writing: they read each piece back as soon as it is complete in the file, and hash it.
 
     Args:
-        path: of a file that does not exist yet.
+        path: path of a file that does not exist yet.
 
     Attributes:
-        digest: of the whole file, once it is closed.
-        error: the system's first refusal, which torch's writer replaces by another error on its way out.
+        digest: digest of the whole file, once it is closed.
+        error: first error of the system; torch's writer replaces it by another one on its way out.
 
     Raises:
         FileExistsError: if the file exists.
@@ -108,33 +110,33 @@ class DigestingFile:
         self.path = path
         self.digest: FileDigest | None = None
         self.error: OSError | None = None
-        # Without a buffer, so that what was written can be read back at once.
+        # Unbuffered, so that written data can be read back at once.
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 - closed by `close`
         self._length = 0
         self._pieces: list[Future[bytes]] = []
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
 
     def write(self, data: Any) -> int:
-        """Writes to the file, and to its digest."""
+        """Writes to the file, and has complete pieces hashed."""
         view = memoryview(data).cast("B")
         written = 0
         with self._remembering_refusal():
             while written < len(view):
-                # The system may take less than all of it.
+                # The system may write less than asked.
                 written += self._file.write(view[written:])
         self._length += len(view)
         self._hash(self._length - self._length % PIECE)
         return len(view)
 
     def flush(self) -> None:
-        """There is nothing to flush: no buffer keeps anything back."""
+        """Does nothing: the file is unbuffered."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return self._length
 
     def fileno(self) -> int:
-        """The system's number of the file."""
+        """File descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -164,7 +166,7 @@ class DigestingFile:
                 raise
 
     def _hash(self, end: int) -> None:
-        """Has all pieces that begin before `end` hashed."""
+        """Submits all pieces that begin before `end` for hashing."""
         number = self._file.fileno()
         for start in range(len(self._pieces) * PIECE, end, PIECE):
             stop = min(start + PIECE, self._length)

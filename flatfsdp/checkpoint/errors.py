@@ -1,7 +1,7 @@
-"""What can be wrong with a checkpoint; and torch's reports of failed ranks, in one sentence.
+"""Errors of checkpoints, and torch's reports of failed ranks in one sentence.
 
 In:   the `CheckpointException` of torch.distributed.checkpoint, which holds every rank's traceback.
-Out:  `CheckpointError`, or `DamagedCheckpoint` where what is in the folder is not what was written.
+Out:  `CheckpointError`, or `DamagedCheckpoint` if the folder does not hold what was written.
 Next: `saving.py` and `loading.py` raise them, the same on every rank.
 """
 
@@ -17,28 +17,31 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - says what it is
-    """What is in the folder is not what a save has written there, or not all of it."""
+    """The folder does not hold what a save has written there, or not all of it."""
 
 
 def damaged(place: object, what: str, rank: int | None = None) -> DamagedCheckpoint:
-    """The error for a file, or a folder, that does not hold what was written there.
+    """Makes the error for a file, or a folder, that does not hold what was written there.
 
     Args:
         place: the file, or the folder.
-        what: is wrong with it.
-        rank: that wrote it, if known.
+        what: a predicate that says what is wrong, such as "is missing".
+        rank: the rank that wrote it, if known.
     """
     writer = "" if rank is None else f", written by rank {rank},"
     return DamagedCheckpoint(f"{place}{writer} {what}; load an older checkpoint, or a copy of this one")
 
 
 def unreadable(place: object, error: Exception, rank: int | None = None) -> CheckpointError:
-    """The error for a file, or a folder, that the system does not let us read.
+    """Makes the error for a file, or a folder, that the system cannot read.
 
-    A medium that has lost what was written there is damage; what may pass, such as a network that is down, is
+    A medium that has lost data means damage.  A failure that may pass, such as a network that is down, does
     not.
 
-    Args: as `damaged`.
+    Args:
+        place: the file, or the folder.
+        error: error of the system.
+        rank: the rank that wrote it, if known.
     """
     if isinstance(error, OSError) and error.errno == errno.EIO:
         return damaged(place, f"cannot be read: {error.strerror}", rank)
@@ -52,7 +55,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def reason(error: BaseException) -> str:
-    """The exception in one line; of an OSError the system's words and the file."""
+    """Describes an exception in one line; an OSError by the system's message and the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
     first_line = str(error).strip().partition("\n")[0]

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is of this model and this optimizer, before anything is read or changed.
+"""Checks that a checkpoint fits the model and the optimizer, before anything is read or changed.
 
 In:   a checkpoint's metadata, and a model or the stages of one.
-Out:  nothing, or one ValueError on all ranks: what differs, by name, and what would let it through.
+Out:  nothing, or one ValueError on all ranks that names the differences and the option that allows them.
 Next: `loading.py` reads what fits.
 """
 
@@ -20,18 +20,18 @@ from flatfsdp.engine.units import Model, keys_of_slots, named_groups, stages_of
 from flatfsdp.flat.sites import prefixed_modules
 
 Accepted = Literal["dtype", "surplus", "optimizer"]
-"""What `load` lets through: values of another dtype, which are converted; entries of the checkpoint that the
-model has no place for, which are left out; the state of an optimizer of another class."""
+"""Differences that `load` may accept: "dtype" converts values of another dtype; "surplus" leaves out entries
+that the model has no place for; "optimizer" takes the state of an optimizer of another class."""
 
 _SHOWN = 3
-"""Names in one message."""
+"""Largest number of names in one message."""
 
 
 def check_accepted(accept: Collection[str]) -> None:
-    """Refuses a misspelt value, which would accept nothing.
+    """Checks `accept`; a misspelt value would accept nothing.
 
     Raises:
-        ValueError: if `accept` has more than `Accepted` knows, or is a string.
+        ValueError: if `accept` is a string, or has values that `Accepted` does not list.
     """
     unknown = [accept] if isinstance(accept, str) else sorted(set(accept) - set(get_args(Accepted)))
     if unknown:
@@ -53,8 +53,8 @@ def check_model_fits(metadata: Metadata, model: Model, accept: Collection[str]) 
     """Compares names, shapes and dtypes.  Collective over all ranks.
 
     Raises:
-        ValueError: on every rank, naming what is missing, of another shape, or, unless accepted, of another
-            dtype or of no stage.
+        ValueError: on every rank, naming tensors that are missing or of another shape, or, unless accepted,
+            of another dtype or of no stage.
     """
     saved, own = _saved(metadata), _entries(model)
     missing = [name for name in own if name not in saved]
@@ -94,10 +94,13 @@ def check_optimizer_fits(
     """Compares the class of the optimizer.  Collective over all ranks.
 
     Args:
-        saved_class: the name of the class of the optimizer that was saved; None, if that is not known.
+        saved_class: name of the saved optimizer's class; None if unknown.
+        optimizer: optimizer to load into.
+        accept: differences that are accepted; "optimizer" accepts another class.
+        model: the model, or this rank's stages of a pipeline.
 
     Raises:
-        ValueError: on every rank, if it is another one (unless accepted).
+        ValueError: on every rank, if the classes differ (unless accepted).
     """
     own = type(optimizer).__name__
     with raising_on_all(model):
@@ -114,7 +117,7 @@ class _Entry(NamedTuple):
 
 
 def _saved(metadata: Metadata) -> dict[str, Any]:
-    """The model's entries, by their names in it; what modules keep as extra state is nobody's."""
+    """The model's entries, by their names in it, without extra state of modules."""
     found = {}
     for flat_name, about in metadata.state_dict_metadata.items():
         path = (metadata.planner_data or {}).get(flat_name, (flat_name,))
@@ -124,9 +127,9 @@ def _saved(metadata: Metadata) -> dict[str, Any]:
 
 
 def _entries(model: Model) -> dict[str, _Entry]:
-    """What `sharded_state_dict` has, but for buffers that a layer can do without until it is used."""
+    """Entries of `sharded_state_dict`, without buffers that a layer does not need before its first use."""
     parameters = {
-        # A checkpoint cuts along dimensions, so there has to be one.
+        # A checkpoint cuts along dimensions, so there must be one.
         prefix + slot.name: _Entry(slot.whole_shape or (1,), group.master.flat.dtype)
         for prefix, group in named_groups(model)
         for slot in group.layout.slots
@@ -141,7 +144,7 @@ def _entries(model: Model) -> dict[str, _Entry]:
 
 
 def _names(model: Model) -> list[str]:
-    """All that a checkpoint of it may have: also buffers to come, and other names of tied parameters."""
+    """All names that its checkpoint may have, with coming buffers and other names of tied parameters."""
     tied = (name for stage in stages_of(model) for names in keys_of_slots(stage).values() for name in names)
     return [*_entries(model), *_late_names(model), *tied]
 
@@ -153,7 +156,7 @@ def _late_names(model: Model) -> Iterable[str]:
 
 
 def _told(names: list[str], what: str) -> str:
-    """One sentence about these names; none, if there are none."""
+    """One sentence about these names; empty if there are none."""
     if not names:
         return ""
     more = f", and {len(names) - _SHOWN} more," if len(names) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""Whole parameters in one dict, with a choice of who gets them and where; and back from one rank to all."""
+"""Full state dicts: whole parameters in one dict, with a choice of ranks and device; and loading them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """The whole state dict, with a choice of where the tensors go.  Collective.
 
-    Of a tensor-parallel model these are whole tensors, too, where `state_dict()` has this rank's parts.
+    For a tensor-parallel model the tensors are whole, too, while `state_dict()` has this rank's parts.
 
     Args:
-        rank0_only: the other ranks get an empty dict.
-        cpu_offload: tensors in host memory; the device holds the parameters of one unit at a time.
+        model: the wrapped or sharded model.
+        rank0_only: give the dict to the first rank only; others get an empty one.
+        cpu_offload: put tensors in host memory; the device holds the parameters of one unit at a time.
     """
     groups = named_groups(model)
     with state_dicts_gathered(Gathering(rank0_only, cpu_offload)):
@@ -42,7 +43,7 @@ def full_state_dict(
 
 
 def _join_parts(state: dict[str, Any], model: nn.Module, rank0_only: bool) -> None:
-    """Puts whole tensors in the place of this tensor-parallel rank's parts.  Collective over these ranks."""
+    """Replaces this tensor-parallel rank's parts by whole tensors.  Collective over these ranks."""
     for (group, slot), keys in keys_of_slots(model).items():
         whole = joined(state[keys[0]].detach(), slot, group.grid, group.master.device, rank0_only=rank0_only)
         if slot.partition is not None and whole is not None:
@@ -52,13 +53,16 @@ def _join_parts(state: dict[str, Any], model: nn.Module, rank0_only: bool) -> No
 def load_full_state_dict(
     model: nn.Module, state_dict: dict[str, Any], *, from_rank0: bool = False, strict: bool = True
 ) -> _IncompatibleKeys:
-    """Loads what `full_state_dict`, or the unwrapped model's `state_dict()`, has returned.
+    """Loads a result of `full_state_dict`, or of the unwrapped model's `state_dict()`.
 
-    Of a tensor-parallel model, each rank takes its parts of whole tensors.
+    In a tensor-parallel model, each rank takes its parts of the whole tensors.
 
     Args:
-        from_rank0: only the first rank's dict counts; the others pass {}.  Collective.  No rank but the first
-            ever holds a whole parameter of a model without tensor parallelism, or all parts of one with it.
+        model: the wrapped or sharded model.
+        state_dict: whole tensors under the original names.
+        from_rank0: use the first rank's dict only; the others pass {}.  Collective.  Other ranks never hold a
+            whole parameter, or, with tensor parallelism, all its parts.
+        strict: raise for missing or unexpected keys.
 
     Returns:
         The keys that were missing and unexpected, as `model.load_state_dict` does; none if `strict`.
@@ -129,13 +133,15 @@ def _whole_buffer(
     given: set[str],
     keys: dict[tuple[FlatGroup, ParamSlot], list[str]],
 ) -> Tensor | None:
-    """On the first data-parallel rank the padded buffer with what is in `state_dict`; elsewhere None.
+    """Makes the padded buffer from `state_dict` on the first data-parallel rank; None elsewhere.
 
     Collective.
 
     Args:
-        state_dict: of the first of all ranks.
-        given: its keys, on all ranks.
+        group: the flat group to fill.
+        state_dict: state dict of the first of all ranks.
+        given: keys of that state dict, known on all ranks.
+        keys: state-dict keys of each slot.
     """
     full = group.master.gather(rank0_only=True)
     if full is None:

@@ -31,12 +31,13 @@ def full_optimizer_state_dict(
     rank0_only: bool = False,
     cpu_offload: bool = False,
 ) -> dict[str, Any]:
-    """The optimizer's state, gathered, also over tensor-parallel ranks.  Collective.
+    """Gathers the optimizer's state, also over tensor-parallel ranks.  Collective.
 
     Args:
-        model: or the stages of a pipeline that this rank has.
-        rank0_only: the other ranks get an empty dict.
-        cpu_offload: tensors in host memory; the device holds one state of one unit at a time.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer over all parameters of `model`.
+        rank0_only: give the dict to the first rank only; others get an empty one.
+        cpu_offload: put tensors in host memory; the device holds one state of one unit at a time.
 
     Returns:
         {"state": {name: {key: tensor of the parameter's shape, or a number}},
@@ -44,7 +45,7 @@ def full_optimizer_state_dict(
 
     Raises:
         ValueError: if the optimizer is not over this model's shards.
-        TypeError: if it keeps states that are neither one number nor as large as the parameter.
+        TypeError: if it has states that are neither one number nor as large as the parameter.
     """
     masters = trained_masters(model, optimizer)
     states = described(masters, optimizer).states
@@ -78,10 +79,13 @@ def load_full_optimizer_state_dict(
     *,
     from_rank0: bool = False,
 ) -> None:
-    """Loads what `full_optimizer_state_dict` has returned, on any number of ranks.  Collective.
+    """Loads a result of `full_optimizer_state_dict`, on any number of ranks.  Collective.
 
     Args:
-        from_rank0: only the first rank's dict counts; the others pass {}, and never hold a whole tensor.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer over all parameters of `model`.
+        state_dict: state to load.
+        from_rank0: use the first rank's dict only; the others pass {}, and never hold a whole tensor.
 
     Raises:
         ValueError: on every rank, if names, shapes or parameter groups do not fit; nothing is changed.
@@ -118,7 +122,7 @@ def load_full_optimizer_state_dict(
 
 def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:
     """The state of each parameter, described from whole tensors; see `described`."""
-    # A parameter without dimensions has only states without dimensions; the others tell which are its own.
+    # A scalar parameter has only scalar states; the other parameters tell which of these are elementwise.
     elementwise = {
         key
         for of_name in state.values()
@@ -136,7 +140,7 @@ def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:
 
 
 def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """What is wrong with a state to be loaded."""
+    """Says what is wrong with a state to be loaded; None if nothing is."""
     if set(state_dict) != {"state", "param_groups"}:
         return f'an optimizer state has the keys "state" and "param_groups", this has {sorted(state_dict)}'
     for name, of_name in state_dict["state"].items():
@@ -152,7 +156,7 @@ def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> s
 def _whole_buffer(
     prefix: str, master: MasterShard, key: str, dtype: torch.dtype, whole: dict[str, dict[str, Any]]
 ) -> Tensor:
-    """The padded buffer of one state, from the whole tensors of the first tensor-parallel rank.
+    """Makes the padded buffer of one state from the whole tensors of the first tensor-parallel rank.
 
     Collective over these ranks.
     """

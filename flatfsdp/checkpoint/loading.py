@@ -1,13 +1,13 @@
-"""`load`: a checkpoint into a model and its optimizer, if it is whole and fits; otherwise nothing changes.
+"""`load`: reads a checkpoint into a model and its optimizer if it is whole and fits; else changes nothing.
 
 In:   a folder that `save`, or plain torch.distributed.checkpoint, has written.
 Out:  the model's shards, filled in place; the optimizer's state.
 
-    open       `.metadata`, manifest and extra: one rank reads, each decodes               opening.py
+    open       `.metadata`, manifest and extra: one rank reads, all decode                 opening.py
     fit        names, shapes, dtypes                                                       fit.py
     verify     digests of data files, in other threads, while ...                          verification.py
     read       ... the optimizer's state is read, to tensors of its own
-    change     optimizer, model and extra state, now that all ranks know that all files are whole
+    change     optimizer, model and extra state, once all ranks know that all files are whole
 """
 
 from __future__ import annotations
@@ -59,31 +59,32 @@ def load(
     accept: Collection[Accepted] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Reads what `save` has written, with any number of ranks of each kind.  Collective over all ranks.
+    """Loads a checkpoint of `save`, on any number of ranks of each kind.  Collective over all ranks.
 
-    Nothing that is read is executed.
+    Executes nothing of what it reads.
 
     Args:
-        model: or the stages of a pipeline that this rank has.
-        optimizer: over all parameters of `model`.
-        ema: an average of the weights of `model`, which takes over the one that was saved.
-        accept: what may differ.  "dtype": values are converted to the model's dtypes.  "surplus": what the
-            checkpoint has and no stage of the model is left out.  "optimizer": the state may be that of
-            another class of optimizer.
-        verify: compare the contents of all files with their digests; without it, only whether files are there
-            and as long as they were.  A checkpoint of plain torch.distributed.checkpoint has no digests.
+        path: folder of the checkpoint.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer over all parameters of `model`; None leaves its state in the file.
+        ema: an average of the weights of `model`, to be filled with the saved one.
+        accept: differences to accept.  "dtype": convert values to the model's dtypes.  "surplus": leave out
+            entries that no stage of the model has.  "optimizer": take the state of another class of
+            optimizer.
+        verify: compare the contents of all files with their digests; without it, only their presence and
+            lengths.  A checkpoint of plain torch.distributed.checkpoint has no digests.
 
     Returns:
-        The `extra` that was saved, on every rank; {} if none.
+        The `extra` that was saved, on every rank; {} if there was none.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        DamagedCheckpoint: if a file is missing, or not what was written, or the save did not end.
+        FileNotFoundError: if the folder does not exist.
+        DamagedCheckpoint: if a file is missing or damaged, or the save did not end.
         CheckpointError: if something cannot be read, or reading it could run code.
         ValueError: if model, optimizer or parameter groups are not those that were saved; for unknown values
             in `accept`; if two stages have parameters of the same name.
-        All of them on every rank, and nothing has changed then; but where memory is short, or files cannot be
-        read any more after they were verified, model and optimizer may be loaded in part.
+        All of them are raised on every rank, with nothing changed.  Only if memory runs out, or files become
+        unreadable after their verification, may model and optimizer be loaded in part.
     """
     check_accepted(accept)
     begin(model, Action.LOAD)
@@ -103,7 +104,7 @@ def load_opened(
     ema: EMA | None = None,
     verify: bool = True,
 ) -> None:
-    """Loads a checkpoint of which all but data files has been read; raises what `load` raises."""
+    """Loads an opened checkpoint, of which only data files are still to be read; raises like `load`."""
     names = check_names(model, Action.LOAD)
     check_model_fits(opened.metadata, model, accept)
     check_extra_fits(opened.metadata, model, accept)
@@ -122,7 +123,7 @@ def load_opened(
             if places:
                 _read(opened, {SECTION: places})
         except (Exception, dcp.CheckpointException):
-            # What is damaged has a name; what torch makes of it has not.
+            # Our verdict names the damaged file; torch's error does not.
             verification.verdict()
             raise
         verification.verdict()
@@ -145,10 +146,12 @@ def load_opened(
 
 
 def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> None:
-    """Fills `state`.  Collective over all ranks.
+    """Reads into `state`.  Collective over all ranks.
 
     Args:
-        options: of torch's DefaultLoadPlanner.
+        opened: the checkpoint.
+        state: state dict to fill.
+        options: options of torch's DefaultLoadPlanner.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot read something.
@@ -164,7 +167,7 @@ def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> Non
 
 
 def _read_average(opened: OpenCheckpoint, ema: EMA) -> tuple[list[Tensor], int]:
-    """The shards of the average that was saved, and how often it was updated."""
+    """Reads the shards of the saved average, and its number of updates."""
     shards = [torch.zeros_like(shard) for shard in ema.shards]
     target = {"ema": sharded_average(ema, shards)}
     _read(opened, target, flatten_sharded_tensors=False)
@@ -175,10 +178,10 @@ class _Kept(NamedTuple):
     """The optimizer's part of a checkpoint.
 
     Attributes:
-        states: by parameter name.
-        shards: of each state with as many elements as the parameter.
-        groups: the parameter groups, in their order.
-        saved_class: name of the optimizer's class, if the checkpoint says so.
+        states: states by parameter name.
+        shards: shards of each state with as many elements as the parameter.
+        groups: parameter groups, in order.
+        saved_class: name of the optimizer's class, if the checkpoint has it.
     """
 
     states: dict[str, SlotState]
@@ -195,17 +198,21 @@ def _read_optimizer(
     groups: dict[str, dict[str, Any]],
     accept: Collection[str],
 ) -> _Kept:
-    """Into tensors of its own.
+    """Reads the optimizer's state into new tensors.
 
     Args:
-        names: of the parameters of all stages.
-        groups: as `_saved_groups` returns them.
+        opened: the checkpoint.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer to be loaded later.
+        names: names of the parameters of all stages.
+        groups: parameter groups from `_saved_groups`.
+        accept: differences to accept.
     """
     metadata = opened.metadata
     masters = trained_masters(model, optimizer)
     owners = owners_of(master for _, master in masters)
     own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
-    # Other stages take theirs; what is of no stage is an error, unless it is not wanted.
+    # Other stages read theirs; an entry of no stage is an error, unless surplus is accepted.
     states = {
         name: state
         for name, state in _saved_states(metadata).items()
@@ -229,7 +236,7 @@ def _read_optimizer(
                     if (master, key) not in shards:
                         shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
                     target["state"][name][key] = sharded_slot(master, slot, shards[master, key], owners)
-    # Its default drops tensors of which this rank has nothing, and then looks for an older format.
+    # The planner's default drops tensors of which this rank has nothing, and then expects an older format.
     _read(opened, {"optimizer": target}, flatten_sharded_tensors=False)
     loaded = {
         name: SlotState(0, state.elements, {key: target["state"][name][key] for key in state.values})
@@ -240,12 +247,12 @@ def _read_optimizer(
 
 
 def _fill_optimizer(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Gives the optimizer what was read.  Collective over all ranks.
+    """Loads into the optimizer what was read.  Collective over all ranks.
 
     Raises:
         ValueError: on every rank, if names or parameter groups do not fit on one of them.
     """
-    # Collective over the ranks of a stage, which raise together; other stages hear of it here.
+    # The ranks of a stage raise together; other stages learn of it here.
     with raising_on_all(model):
         fitted = loadable_state(
             trained_masters(model, optimizer),
@@ -275,7 +282,7 @@ def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
 
 
 def _place(about: Any) -> Tensor | None:
-    """What `dcp.load` fills: a tensor in place, anything else by replacing it."""
+    """Placeholder for `dcp.load`: it fills a tensor in place, and replaces anything else."""
     return (
         torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
         if isinstance(about, TensorStorageMetadata)
@@ -284,7 +291,7 @@ def _place(about: Any) -> Tensor | None:
 
 
 def _saved_groups(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """The checkpoint's parameter groups by number, with nothing filled in.
+    """The checkpoint's parameter groups by number, with values still to be read.
 
     Raises:
         ValueError: if there are none.

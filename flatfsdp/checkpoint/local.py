@@ -1,4 +1,4 @@
-"""This rank's flat shards as they are: no communication to save or load; `consolidate` joins them offline."""
+"""Local state dicts: this rank's flat shards, without communication; `consolidate` joins them offline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatfsdp.flat.layout import FlatLayout, ParamSpec
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """This rank's flat shards, such as "blocks.0.flat_param", and all persistent buffers by their names.
 
-    The tensors are those of the model, not copies.  What a module's `get_extra_state` returns is not in it.
+    The tensors are the model's own, not copies.  Extra state of modules is not included.
     """
     settle(group for _, group in _shards(model))
     shards = {key: group.master.flat.detach() for key, group in _shards(model)}
@@ -27,7 +27,7 @@ def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-    """Loads what `local_state_dict` has returned on the same rank of as many ranks.
+    """Loads a result of `local_state_dict` from the same rank of as many ranks.
 
     Raises:
         RuntimeError: for missing or unexpected keys (if `strict`), or another length; nothing is changed.
@@ -53,7 +53,7 @@ def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], stric
 
 
 def local_metadata(model: nn.Module) -> dict[str, Any]:
-    """What `consolidate` has to know about this rank's `local_state_dict`; plain JSON values."""
+    """Metadata of this rank's `local_state_dict` for `consolidate`; plain JSON values."""
     keys = keys_of_slots(model)
     return {
         "shards": {
@@ -79,17 +79,17 @@ def local_metadata(model: nn.Module) -> dict[str, Any]:
 def consolidate(
     state_dicts: Sequence[dict[str, Tensor]], metadata: Sequence[dict[str, Any]]
 ) -> dict[str, Tensor]:
-    """Joins the local state dicts of all ranks to the full one.  Offline: needs no process group.
+    """Joins the local state dicts of all ranks into the full one.  Offline: needs no process group.
 
     Args:
-        state_dicts: of every rank, in any order.
-        metadata: each rank's `local_metadata`, in the same order.
+        state_dicts: local state dict of every rank, in any order.
+        metadata: `local_metadata` of each rank, in the same order.
 
     Returns:
         Whole tensors under the original names; tied parameters are one tensor.
 
     Raises:
-        ValueError: if a shard is missing, has the wrong length or differs between replicas, naming it.
+        ValueError: naming a shard that is missing, has the wrong length, or differs between replicas.
     """
     if not state_dicts or len(state_dicts) != len(metadata):
         raise ValueError(
@@ -115,7 +115,7 @@ def _of_tensor_ranks(
     state_dicts: Sequence[dict[str, Tensor]],
     metadata: Sequence[dict[str, Any]],
 ) -> list[Tensor]:
-    """The whole padded buffer of one flat group of each tensor-parallel rank."""
+    """The whole padded buffer of one flat group, for each tensor-parallel rank."""
     found: dict[int, list[int]] = {rank: [] for rank in range(about.get("tensor_size", 1))}
     for index, of_rank in enumerate(metadata):
         found.setdefault(of_rank["shards"].get(key, {}).get("tensor_rank", 0), []).append(index)
@@ -134,7 +134,7 @@ def _join(
     state_dicts: Sequence[dict[str, Tensor]],
     metadata: Sequence[dict[str, Any]],
 ) -> Tensor:
-    """The whole padded buffer of one flat group; replicas hold equal shards, so any one of them serves."""
+    """The whole padded buffer of one flat group; any replica will do, as all hold equal shards."""
     num_shards = about["num_shards"]
     shards: dict[int, Tensor] = {}
     lengths: set[int] = set()
@@ -157,7 +157,7 @@ def _join(
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every buffer that belongs to the state dict, under its original name."""
+    """Yields every buffer of the state dict, under its original name."""
     for prefix, owner in prefixed_modules(module):
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
@@ -168,10 +168,11 @@ def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set
     """Prepares modules with buffers that appear on first use, such as FP8 scales, for a checkpoint.
 
     Args:
-        saved: shapes of everything in the checkpoint, by its original name.
+        model: the model to prepare.
+        saved: shape of each checkpoint entry, by original name.
 
     Returns:
-        Those that the model has and the checkpoint has not; they stay what they are.
+        Names of such buffers that the checkpoint lacks; they keep their values.
     """
     absent: set[str] = set()
     device = next((group.master.device for _, group in named_groups(model)), torch.device("cpu"))

@@ -1,12 +1,12 @@
-"""The checkpoints of one training run: which there are, which is loaded, and which may go.
+"""`CheckpointManager`: the checkpoints of one training run: saves, resumes, and removes old ones.
 
-In:   a folder, in which each saved step has a folder of its own, `step-00000100`.
+In:   a folder with one subfolder for each saved step, such as `step-00000100`.
 Out:  the newest checkpoint that is whole, loaded; older ones removed.
-Next: `examples/pretrain_llama.py` saves and goes on with it.
+Next: `examples/pretrain_llama.py` saves and resumes with it.
 
-    step-00000100            a checkpoint, or what a save that was stopped has left
-    removed-step-00000100    what a removal that was stopped has left
-    damaged-step-00000100    a checkpoint whose files are damaged, put aside for whoever wants to look
+    step-00000100            a checkpoint, or the rest of an interrupted save
+    removed-step-00000100    the rest of an interrupted removal
+    damaged-step-00000100    a damaged checkpoint, put aside for inspection
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ AMAX_HISTORIES = tuple(buffer_names(direction)[1] for direction in ("forward", "
 
 
 class Resumed(NamedTuple):
-    """What was loaded.
+    """Result of `CheckpointManager.resume`.
 
     Attributes:
-        step: the number that it was saved under.
-        extra: what was saved with it.
+        step: step that the checkpoint was saved under.
+        extra: the `extra` that was saved with it.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Resumed(NamedTuple):
 
 
 class CheckpointManager:
-    """Saves the steps of a training run into one folder, and goes on from the newest that is whole.
+    """Saves the steps of a training run into one folder, and resumes from the newest whole one.
 
         manager = checkpoint.CheckpointManager("out/checkpoints")
         found = manager.resume(model, optimizer)
@@ -65,12 +65,13 @@ class CheckpointManager:
             ...
             manager.save(step + 1, model, optimizer)
 
-    All methods are collective over all ranks, which see the same files.  A run that is killed at any moment
-    loses at most the steps since its last save: the checkpoint before is removed after the next is complete.
+    All methods are collective over all ranks, which must see the same files.  A run killed at any moment
+    loses at most the steps since its last save: the previous checkpoint is removed only after the next is
+    complete.
 
     Args:
-        folder: of this run alone; made when the first checkpoint is saved.
-        keep: how many checkpoints to keep.
+        folder: folder for this run alone; made by the first save.
+        keep: number of checkpoints to keep.
 
     Raises:
         ValueError: if `keep` is less than 1.
@@ -83,7 +84,7 @@ class CheckpointManager:
         self.keep = keep
 
     def path(self, step: int) -> Path:
-        """The folder of one step's checkpoint."""
+        """Folder of one step's checkpoint."""
         return self.folder / f"step-{step:08}"
 
     def save(
@@ -95,17 +96,20 @@ class CheckpointManager:
         *,
         ema: EMA | None = None,
     ) -> bool:
-        """Writes the checkpoint of one step, and removes those before the newest `keep`.
+        """Saves one step, and removes checkpoints before the newest `keep`.
 
-        Weights or optimizer states with a NaN or an infinity are not saved: nothing could go on from them,
-        and they would take the place of a checkpoint from which a run can.
+        Refuses weights or optimizer states with a NaN or an infinity: no run could resume from them, and they
+        would replace a checkpoint from which one can.
 
         Args:
-            step: optimizer steps so far; a checkpoint of the same step is replaced.
-            extra, ema: as `checkpoint.save` takes them.
+            step: number of optimizer steps so far; a checkpoint of the same step is replaced.
+            model: the model, or this rank's stages of a pipeline.
+            optimizer: optimizer over all parameters of `model`.
+            extra: tensors, numbers, strings, and lists and dicts of them, for `resume` to return.
+            ema: an average of the weights of `model`.
 
         Returns:
-            Whether it was saved; if not, a warning says why.
+            Whether the step was saved; if not, a warning gives the reason.
         """
         if not is_finite(model, optimizer):
             _warn(
@@ -114,7 +118,7 @@ class CheckpointManager:
             )
             return False
         save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
-        # The others wait here, without a limit, and not in the next step.
+        # The others wait here, without a time limit, rather than in the next step.
         with raising_on_all(model), _never_fatal():
             if _is_first():
                 older = [each for each in self._complete() if each < step]
@@ -131,23 +135,26 @@ class CheckpointManager:
         accept: Collection[Accepted] = (),
         verify: bool = True,
     ) -> Resumed | None:
-        """Loads the newest checkpoint that is whole; None if there is no checkpoint.
+        """Loads the newest whole checkpoint; None if there is no checkpoint.
 
-        A damaged one is put aside with a warning, and the one before it is loaded, as if the damaged one had
-        never been saved.  What saves and removals that were stopped have left is removed; folders with other
-        files in them are left alone.
+        A damaged one is put aside with a warning, and the one before it is loaded instead.  The rests of
+        interrupted saves and removals are removed; folders with other files in them are left alone.
 
         Args:
-            ema, accept, verify: as `checkpoint.load` takes them.
+            model: the model, or this rank's stages of a pipeline.
+            optimizer: optimizer over all parameters of `model`.
+            ema: an average of the weights of `model`, to be filled with the saved one.
+            accept: differences to accept, see `checkpoint.load`.
+            verify: compare the contents of all files with their digests.
 
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.
             CheckpointError: if the folder or the newest checkpoint cannot be read.
-            ValueError: as `checkpoint.load`.
+            ValueError: if model, optimizer or parameter groups do not fit, see `checkpoint.load`.
         """
         world, device = world_of(model)
         with raising_on_all(model):
-            # One rank looks, so that all try the same ones.
+            # One rank looks, so that all try the same steps.
             steps = self._complete() if world.rank == 0 else []
         steps = broadcast_object(steps, [world], device)
         damage: list[DamagedCheckpoint] = []
@@ -179,7 +186,7 @@ class CheckpointManager:
         return [(int(match[1]), path) for match, path in named if match and path.is_dir()]
 
     def _tidy(self, loaded: int, damage: Collection[DamagedCheckpoint]) -> None:
-        """Puts damaged checkpoints, those after step `loaded`, aside, and removes what was stopped."""
+        """Puts damaged checkpoints after step `loaded` aside, and removes rests of interrupted saves."""
         for error in damage:
             _warn(f"{error}; going on from step {loaded}, and the damaged one is put aside")
         if not _is_first() or not self.folder.is_dir():
@@ -196,16 +203,16 @@ class CheckpointManager:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint's folder: what is left, if this is stopped, is not taken for a checkpoint."""
+    """Removes a checkpoint's folder; if interrupted, the rest is not taken for a checkpoint."""
     going = path.with_name(f"removed-{path.name}")
     path.rename(going)
     shutil.rmtree(going)
 
 
 def _remove_incomplete(path: Path) -> None:
-    """Removes what a save that was stopped has left, and nothing else."""
+    """Removes the rest of an interrupted save, and nothing else."""
     names = {file.name for file in path.iterdir()}
-    # Just before its end a save has both; the last thing that it does is to rename the first.
+    # Just before its end a save has both files; its last act is to rename the first.
     has_ended = TEMPORARY not in names and any(save_id_of_manifest(name) for name in names)
     if has_ended:
         _warn(f"{path} has lost its {METADATA} and cannot be loaded; it is put aside")
@@ -224,7 +231,7 @@ def _put_aside(path: Path) -> None:
 
 @contextmanager
 def _never_fatal() -> Iterator[None]:
-    """Tidying on one rank, while the others go on, says what went wrong and goes on, too."""
+    """Context that logs an error of tidying and goes on, as the other ranks have gone on already."""
     try:
         yield
     except OSError as error:
@@ -233,24 +240,25 @@ def _never_fatal() -> Iterator[None]:
 
 @torch.no_grad()
 def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> bool:
-    """Whether all weights, buffers and optimizer states of all ranks are finite.  Collective over all ranks.
+    """Whether all weights, buffers and optimizer states on all ranks are finite.  Collective over all ranks.
 
     Args:
-        model: or the stages of a pipeline that this rank has.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer whose states are checked, too; None checks the model alone.
     """
     masters = [group.master for _, group in named_groups(model)]
     values = [master.flat.detach() for master in masters]
     buffers = [named for stage in stages_of(model) for named in persistent_buffers(stage)]
-    # An infinite amax in a history does no harm: scales stay as they are.
+    # An infinite amax in a history is harmless: scales stay as they are.
     values += [
         buffer for name, buffer in buffers if buffer.is_floating_point() and not name.endswith(AMAX_HISTORIES)
     ]
     if optimizer is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
-        # A momentum that began as a gradient would take norms over all ranks.
+        # `plain`, because a momentum that began as a gradient would take norms over all ranks.
         values += [plain(each) for each in states if isinstance(each, Tensor) and each.is_floating_point()]
     world, device = world_of(model)
-    # The largest magnitude is not finite if any number is not, and takes no memory.
+    # The largest magnitude is finite only if all numbers are, and takes no memory.
     values = [each for each in values if each.numel()]
     norms = torch._foreach_norm(values, torch.inf) if values else []
     flags = [norm.isfinite().logical_not().to(device) for norm in norms]
@@ -266,6 +274,6 @@ def _is_first() -> bool:
 
 
 def _warn(message: str) -> None:
-    """On the first rank, because all say the same."""
+    """Warns on the first rank, because all ranks have the same warning."""
     if _is_first():
         warnings.warn(message, stacklevel=3)

@@ -1,15 +1,15 @@
-"""The manifest of a checkpoint: which files one save has written, who wrote each, how long it is, its digest.
+"""The manifest of a checkpoint: the files of one save, each with its rank, length and digest.
 
 In:   `manifest-<save id>.json`.
-Out:  a `Manifest`, if the file is as it was written: it has a digest of itself.
-Next: `commit.py` writes it last but one; `opening.py` finds the one that belongs to `.metadata`.
+Out:  a `Manifest`, if the file is undamaged: it contains its own digest.
+Next: `commit.py` writes it just before the rename; `opening.py` finds the one that belongs to `.metadata`.
 
-    .metadata                  torch.distributed.checkpoint's own, whose appearance makes the checkpoint
-    __<rank>_<id>_<n>.distcp   what a rank has written
-    extra-<id>.pt              what is neither model nor optimizer
+    .metadata                  torch.distributed.checkpoint's own; its rename makes the checkpoint
+    __<rank>_<id>_<n>.distcp   data of a rank
+    extra-<id>.pt              the `extra` of the save
     manifest-<id>.json         the list of all these
 
-Each save has an id, which is in the names of its files: those of two saves never replace each other.
+Each save has an id, which is part of its file names, so files of two saves never replace each other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import NamedTuple
 from flatfsdp.checkpoint.digests import FileDigest
 
 METADATA = ".metadata"
-"""What torch.distributed.checkpoint looks for first."""
+"""File that torch.distributed.checkpoint looks for first."""
 TEMPORARY = ".metadata.tmp"
-"""What it is called until the save ends."""
+"""Its name until the save ends."""
 COORDINATOR = 0
 """The rank that writes everything but data files."""
 
@@ -54,27 +54,27 @@ def manifest_name(save_id: str) -> str:
 
 
 def save_id_of_manifest(name: str) -> str | None:
-    """None, if the file of this name is no manifest."""
+    """Id of the save whose manifest has this file name; None if it is not a manifest."""
     found = _MANIFEST.fullmatch(name)
     return found[1] if found else None
 
 
 def is_ours(name: str) -> bool:
-    """Whether `Writer` gives files such names; `.metadata` is everybody's."""
+    """Whether `Writer` gives files such names; `.metadata` does not count, as any writer makes it."""
     return any(pattern.fullmatch(name) for pattern in (_MANIFEST, _DATA, _EXTRA))
 
 
 def save_ids_in(metadata: bytes) -> set[str]:
-    """The ids of saves whose data files `.metadata` names, without unpickling it."""
+    """Ids of the saves whose data files `.metadata` names, found without unpickling it."""
     return {found[1].decode() for found in _DATA_IN_BYTES.finditer(metadata)}
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says of one file.
+    """Entry of a manifest for one file.
 
     Attributes:
-        rank: that wrote it.
-        digest: of all that it holds.
+        rank: rank that wrote the file.
+        digest: length and digest of the file.
     """
 
     rank: int
@@ -83,7 +83,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of one save but the manifest itself, by their names in the folder."""
+    """All files of one save except the manifest itself, by file name."""
 
     save_id: str
     files: Mapping[str, FileRecord]
@@ -94,7 +94,7 @@ class Manifest:
         return manifest_name(self.save_id)
 
     def to_bytes(self) -> bytes:
-        """What the file holds: JSON, the same bytes for the same contents."""
+        """Contents of the file: JSON, with the same bytes for the same contents."""
         contents = {
             "format": _FORMAT,
             "save_id": self.save_id,
@@ -108,10 +108,10 @@ class Manifest:
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
-    """Reads what the file of this name holds.
+    """Parses a manifest file.
 
     Raises:
-        ValueError: what is wrong, unless every byte is as `Manifest.to_bytes` wrote it.
+        ValueError: with a description of the damage, unless every byte is as `Manifest.to_bytes` wrote it.
     """
     try:
         contents = json.loads(data)

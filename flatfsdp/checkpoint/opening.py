@@ -1,8 +1,8 @@
-"""What a folder holds, and whether it is what a save has written there; data files apart.
+"""Opens a checkpoint's folder: reads and verifies everything except data files.
 
 In:   a folder.
-Out:  an `OpenCheckpoint`, the same on all ranks: one of them reads, and each decodes what that one has read.
-Next: `fit.py` compares it with the model; `verification.py` looks at data files.
+Out:  an `OpenCheckpoint`, the same on all ranks: one rank reads, and each decodes what that one has read.
+Next: `fit.py` compares it with the model; `verification.py` checks data files.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from flatfsdp.comm.ranks import Ranks
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint of which all but data files has been read and verified.
+    """A checkpoint of which everything except data files has been read and verified.
 
     Attributes:
-        folder: where it is.
-        metadata: what `.metadata` holds.
-        manifest: None, if plain torch.distributed.checkpoint has written it.
-        extra_data: what the file with `extra` holds, if there is one.
+        folder: the checkpoint's folder.
+        metadata: contents of `.metadata`.
+        manifest: the save's manifest; None if plain torch.distributed.checkpoint has written it.
+        extra_data: contents of the file with `extra`; None if there is none.
     """
 
     folder: Path
@@ -53,13 +53,13 @@ class OpenCheckpoint:
     extra_data: bytes | None
 
     def extra(self, weights_only: bool = True) -> dict[str, Any]:
-        """What the save was given as `extra`; {} if nothing.
+        """The `extra` of the save; {} if there was none.
 
         Args:
-            weights_only: as of `torch.load`; where False, reading can run code.
+            weights_only: restrict unpickling to data, see `torch.load`; if False, reading can run code.
 
         Raises:
-            CheckpointError: if there is more in it than `weights_only` lets through.
+            CheckpointError: if `weights_only` does not allow the contents.
         """
         if self.extra_data is None or self.manifest is None:
             return {}
@@ -82,13 +82,13 @@ def data_files(metadata: Metadata) -> dict[str, int]:
 
 
 def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.device) -> OpenCheckpoint:
-    """Reads all but data files on one rank, for all.  Collective.
+    """Reads everything except data files on one rank, for all.  Collective.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        DamagedCheckpoint: if something is missing there, or not what was written.
+        FileNotFoundError: if the folder does not exist.
+        DamagedCheckpoint: if something is missing or damaged there.
         CheckpointError: if something cannot be read.
-        All of them on every rank.
+        All of them are raised on every rank.
     """
     folder = Path(path)
     contents: _Contents | Exception | None = None
@@ -98,9 +98,9 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
         except (FileNotFoundError, CheckpointError) as error:
             contents = error
         except Exception as error:
-            # Whatever it is: the other ranks wait.
+            # Whatever the error is: the other ranks wait for an answer.
             contents = unreadable(folder, error)
-    # Broadcast as it was read: its contents need not be such that they can be pickled again.
+    # Send the raw bytes: their contents may not be picklable again.
     contents = broadcast_object(contents, [world], device)
     if not isinstance(contents, _Contents):
         assert contents is not None
@@ -109,16 +109,16 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
 
 
 def read_folder(folder: Path) -> OpenCheckpoint:
-    """Reads the folder on this rank alone; raises what `open_checkpoint` raises."""
+    """Reads the folder on this rank alone; raises like `open_checkpoint`."""
     return _decoded(folder, _read_contents(folder))
 
 
 class _Contents(NamedTuple):
-    """All files of a checkpoint but data files, as they were read, and verified where a digest is known.
+    """All files of a checkpoint except data files: raw, and verified if a digest is known.
 
     Attributes:
-        manifest: that of `metadata`, if there is one.
-        is_beside_manifests: whether the folder has any.
+        manifest: manifest that belongs to `metadata`, if there is one.
+        is_beside_manifests: whether the folder has any manifest.
     """
 
     metadata: bytes
@@ -155,7 +155,7 @@ def _decoded(folder: Path, contents: _Contents) -> OpenCheckpoint:
     """Decodes what one rank has read.
 
     Raises:
-        DamagedCheckpoint: on every rank alike.
+        DamagedCheckpoint: on every rank alike, if the contents are not a checkpoint's.
     """
     try:
         metadata = unpickled_metadata(contents.metadata)
@@ -173,7 +173,7 @@ def _decoded(folder: Path, contents: _Contents) -> OpenCheckpoint:
 
 
 def _manifests(folder: Path) -> dict[str, Manifest | str]:
-    """All manifests in the folder, by file name; or what is wrong with them."""
+    """All manifests in the folder, by file name; a string says what is wrong with one."""
     found: dict[str, Manifest | str] = {}
     for name in sorted(os.listdir(folder)):
         if save_id_of_manifest(name) is not None:
@@ -189,9 +189,9 @@ def _check_is_not_ours(
 ) -> None:
     """Raises DamagedCheckpoint if `.metadata`, which no manifest knows, was written by `Writer`.
 
-    It is not unpickled to find out: it may be anything.
+    It is not unpickled to find out, because it may contain anything.
     """
-    # The id is in it several times, so one that is damaged itself does not hide the others.
+    # The file has the id several times, so one damaged occurrence does not hide the others.
     known = {name for name in manifests if (save_id_of_manifest(name) or "").encode() in data}
     for name in sorted(known):
         problem = manifests[name]
@@ -220,7 +220,7 @@ def _read_extra(folder: Path, manifest: Manifest) -> bytes | None:
 
 
 def difference(written: FileDigest, found: FileDigest) -> str:
-    """Between what was written and what is there, in words."""
+    """Describes the difference between what was written and what was found."""
     if written.bytes != found.bytes:
         return f"has {found.bytes} bytes, and {written.bytes} were written"
     return (

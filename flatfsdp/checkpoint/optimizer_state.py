@@ -1,8 +1,9 @@
-"""What a torch optimizer keeps for flat shards, told per original parameter; and back into the optimizer.
+"""Translates a torch optimizer's state of flat shards to original parameters, and back.
 
 In:   an optimizer over the portions of a model's master shards.
-Out:  `described`: for each parameter, its group and which states it has; `state_shard`: one state of one flat
-      group, as long as the master shard; `loadable_state`: the reverse.
+Out:  `described`: for each parameter, its group and its states; `state_shard`: one state of one flat group,
+as
+      long as the master shard; `loadable_state`: the reverse.
 Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 
@@ -26,12 +27,12 @@ from flatfsdp.optim.fused import FusedOptimizer
 
 @dataclass(frozen=True)
 class SlotState:
-    """What the optimizer keeps for one parameter.
+    """Optimizer state of one parameter.
 
     Attributes:
         group: index of its parameter group.
         elements: dtype of each state that has the parameter's shape.
-        values: each state that is one number for all of it, such as "step".
+        values: each state that is one number for the whole parameter, such as "step".
     """
 
     group: int
@@ -40,9 +41,9 @@ class SlotState:
 
 
 def trained_masters(model: Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, MasterShard]]:
-    """The master shard of every trained flat group, with the prefix of its names.
+    """Master shards of trained flat groups, each with the prefix of its names.
 
-    Also of one that is frozen for a while, if it is the optimizer's, which may keep a state for it.
+    Includes groups that are frozen for now, if the optimizer has them: it may keep state for them.
     """
     listed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return [
@@ -55,10 +56,10 @@ def trained_masters(model: Model, optimizer: torch.optim.Optimizer) -> list[tupl
 
 @dataclass(frozen=True)
 class Described:
-    """An optimizer over all ranks.
+    """Description of an optimizer over all ranks.
 
     Attributes:
-        states: by parameter name.
+        states: state by parameter name.
         portions: names of the parameters in each portion of each rank.
     """
 
@@ -67,20 +68,20 @@ class Described:
 
 
 def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim.Optimizer) -> Described:
-    """What the optimizer keeps, also for parameters that other ranks hold.  Collective.
+    """Describes the optimizer's state, including parameters that other ranks hold.  Collective.
 
     Raises:
         ValueError: if the optimizer is not over this model's shards.
         TypeError: if a state is neither one number nor as large as its parameter.
         NonFiniteGradientError: if the optimizer has refused its last step.
-        All on every rank.
+        All of them are raised on every rank.
     """
     if isinstance(optimizer, FusedOptimizer):
         optimizer.raise_if_nonfinite()
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {portion.parameter for _, master in masters for portion in master.portions}
     problem: Exception | None = None
-    # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
+    # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
     if {p for p in group_of if p.requires_grad or p in owned} != owned:
         problem = ValueError(
             "the optimizer's parameters are not the shards of this model; build it from "
@@ -110,7 +111,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
 
 
 def _misfit(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> str | None:
-    """What cannot be saved of a portion's state."""
+    """Says why a portion's state cannot be saved; None if it can."""
     for key, value in optimizer.state.get(parameter, {}).items():
         is_number = isinstance(value, (int, float, bool)) or value is None
         if not is_number and not (
@@ -131,7 +132,7 @@ def _slot_state(optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], p
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             elements[key] = value.dtype
         else:
-            # A copy, because the optimizer goes on counting in its own.
+            # A copy, because the optimizer goes on counting in its own tensor.
             values[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return SlotState(group_of[parameter], elements, values)
 
@@ -141,7 +142,7 @@ def state_shard(
 ) -> Tensor:
     """State `key` of one flat group: 1-D, as long as the master shard, zero where there is none.
 
-    The optimizer's own tensor, not a copy, where that is all of it.
+    Returns the optimizer's own tensor, not a copy, if that covers the whole shard.
     """
     for portion in master.portions:
         value = optimizer.state.get(portion.parameter, {}).get(key)
@@ -160,7 +161,7 @@ def state_of_slot(
 ) -> tuple[Tensor, int]:
     """One state of a slot of a group with views: 1-D, this rank's elements, and their place in the shard.
 
-    The optimizer's own tensor, not a copy; zero where there is none.
+    Returns the optimizer's own tensor, not a copy; zeros if there is none.
     """
     portion = master.portions[number]
     value = optimizer.state.get(portion.parameter, {}).get(key)
@@ -185,13 +186,13 @@ def merged_groups(of_stages: Iterable[Sequence[dict[str, Any]]]) -> list[dict[st
     """The parameter groups of all stages of a pipeline: those with the same options become one.
 
     Args:
-        of_stages: as `groups_by_name` returns them.
+        of_stages: each stage's parameter groups, from `groups_by_name`.
     """
     merged: list[dict[str, Any]] = []
     for groups in of_stages:
         taken: set[int] = set()
         for index, group in enumerate(groups):
-            # The one with the same number comes first: a stage may have several with the same options.
+            # Try the group with the same number first: a stage may have several with the same options.
             candidates = sorted(set(range(len(merged))) - taken, key=lambda number: number != index)
             number = next((n for n in candidates if _same_options(merged[n], group)), len(merged))
             if number == len(merged):
@@ -214,14 +215,17 @@ def loadable_state(
     param_groups: Sequence[dict[str, Any]],
     shard_of: Callable[[str, MasterShard, str, torch.dtype], Tensor],
 ) -> dict[str, Any]:
-    """What the optimizer's own `load_state_dict` takes.  Collective, as `described` is.
+    """Makes the argument for the optimizer's own `load_state_dict`.  Collective, like `described`.
 
     A group of parameters that were not trained when the state was saved keeps its options and has no state.
 
     Args:
-        states: by parameter name, as saved; the group numbers are not used.
-        param_groups: as `groups_by_name` returned them when saving.
-        shard_of: (prefix, master, key, dtype) -> the state's shard; called on all ranks in the same order.
+        masters: master shards with their prefixes, from `trained_masters`.
+        optimizer: optimizer to load into.
+        states: saved states by parameter name; their group numbers are not used.
+        param_groups: saved parameter groups, from `groups_by_name`.
+        shard_of: function of (prefix, master, key, dtype) that returns a state's shard; called on all ranks
+            in the same order.
 
     Raises:
         ValueError: if names or parameter groups do not fit.
@@ -253,9 +257,9 @@ def loadable_state(
 
 
 def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group that has the parameters of `own`; by its number, if there are none.
+    """Finds the saved group that has the parameters of `own`; by its number, if `own` has none.
 
-    `own` itself, if no saved group has any of them.
+    Returns `own` itself if no saved group has any of them.
     """
     names = set(own["params"])
     for number, group in enumerate(saved):
@@ -291,7 +295,7 @@ def _check_fit(
 
 
 def not_trained(name: str) -> str:
-    """What is wrong with a state that has this name."""
+    """Says what is wrong with the state of a parameter of this name."""
     return (
         f"the optimizer state has {name!r}, which is not a trained parameter here: load it into the model "
         "that it was saved from, with the same parameters frozen"
@@ -316,12 +320,12 @@ def _portion_state(
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
     whole = _is_all(portion, master)
-    # A shard of padding alone counts steps as the others do.
+    # A shard of padding alone counts steps, too.
     slots = list(_slots(master, portion)) or (master.layout.slots if whole else ())
     state = states.get(prefix + slots[0].name) if slots else None
     if state is None:
         return {}
-    # Copies: the optimizer keeps what it is given, and the state may be used again.
+    # Copies: the optimizer keeps the tensors, and the state may be used again.
     values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.values.items()}
     elements = {
         key: shards[key] if whole else shards[key][portion.start : portion.stop].clone()
@@ -331,7 +335,7 @@ def _portion_state(
 
 
 def _slots(master: MasterShard, portion: Portion) -> Iterator[ParamSlot]:
-    """The parameters of which a portion holds something."""
+    """Yields the parameters that a portion has elements of."""
     ranks = master.grid.shard
     for piece in master.layout.pieces(ranks.rank, ranks.size):
         if portion.start <= piece.shard_offset < portion.stop:

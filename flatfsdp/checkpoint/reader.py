@@ -1,7 +1,7 @@
-"""Reading without executing anything: a checkpoint from elsewhere holds numbers, not programs.
+"""`Reader`: reads a checkpoint without executing anything: one from elsewhere may hold programs.
 
-In:   `.metadata`, which is a pickle, and data files, in which values that are no tensors are pickles.
-Out:  metadata of the few classes that torch.distributed.checkpoint writes; values of `weights_only=True`.
+In:   `.metadata`, which is a pickle, and data files, which hold pickles of values other than tensors.
+Out:  metadata, built from the few classes that torch.distributed.checkpoint writes; `weights_only` values.
 Next: `opening.py` and `loading.py` read through these.
 """
 
@@ -34,13 +34,13 @@ class Reader(dcp.FileSystemReader):
         dcp.load(state, storage_reader=Reader("out/step-100"))
 
     Args:
-        path: the folder.
-        metadata: what `.metadata` holds, if that has been read already.
+        path: folder of the checkpoint.
+        metadata: contents of `.metadata`, if they have been read already.
 
     Raises:
         pickle.UnpicklingError: by `dcp.load`, inside its CheckpointException, if `.metadata` asks for more
-            than data, or names files outside of the folder.
-        CheckpointError: the same way, for a value that is more than `torch.load(weights_only=True)` reads.
+            than data, or names files outside the folder.
+        CheckpointError: likewise, for a value that `torch.load(weights_only=True)` refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
@@ -48,7 +48,7 @@ class Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins to read a checkpoint, perhaps another one."""
+        """Starts reading a checkpoint, perhaps another one."""
         super().reset(checkpoint_id)
         if checkpoint_id is not None:
             self._metadata = None
@@ -66,12 +66,12 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan asks for, without executing anything."""
+        """Reads the items of the plan without executing anything."""
         return super().read_data(plan, cast(LoadPlanner, _WeightsOnly(planner)))
 
 
 class _WeightsOnly:
-    """A planner that is only given pickles which were made here: planners unpickle what they get."""
+    """Planner that only sees pickles made here, because planners unpickle what they are given."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -92,18 +92,18 @@ class _WeightsOnly:
 
 
 def unpickled_metadata(data: bytes) -> Metadata:
-    """What `.metadata` holds.
+    """Unpickles the contents of `.metadata`.
 
     Raises:
-        pickle.UnpicklingError: if it is not whole, asks for anything but data, or names files outside of the
-            folder.
+        pickle.UnpicklingError: if it is damaged, asks for anything but data, or names files outside the
+        folder.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
     except Exception as error:
-        # Whatever bytes that are no pickle lead to.
+        # Bytes that are not a pickle may raise anything.
         raise pickle.UnpicklingError(reason(error)) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}, not the metadata of a checkpoint")
@@ -125,7 +125,7 @@ def _require_inside(name: Any) -> None:
 
 
 def _member(enumeration: type[Enum], name: str) -> Enum:
-    """What some versions of Python pickle as `getattr` of an enumeration."""
+    """Member of an enumeration, which some versions of Python pickle as `getattr`."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {enumeration!r}")
     return enumeration[name]
@@ -142,14 +142,14 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # The folder that was saved to.  A path of another system, or of another Python's module, stays a path.
+    # Path of the folder that was saved to.  A path of another system or Python module stays a path.
     **{
         (module, name): getattr(pathlib, f"Pure{name.removeprefix('Pure')}")
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
 }
-"""All that the metadata of torch 2.11 to 2.13 asks for, dtypes apart."""
+"""All classes that the metadata of torch 2.11 to 2.13 asks for, besides dtypes."""
 
 
 _KINDS = frozenset(kind for kind in _ALLOWED.values() if isinstance(kind, type))
@@ -159,7 +159,7 @@ _Unpickler: Any = pickle._Unpickler
 
 
 class _MetadataUnpickler(_Unpickler):
-    """In Python, because of `load_build`: what sets attributes could set those of classes and functions."""
+    """Unpickler in Python, which restricts `load_build`: it could set attributes of classes and functions."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 

@@ -1,4 +1,4 @@
-"""`save`: a model and its optimizer to a folder, whole or not at all.
+"""`save`: writes a model and its optimizer to a folder, completely or not at all.
 
 In:   a model, or the stages of a pipeline that this rank has, and the optimizer.
 Out:  a folder that `load` reads with any number of ranks.
@@ -35,28 +35,29 @@ def save(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes model and optimizer to a folder, each rank its part.  Collective over all ranks.
+    """Saves model and optimizer to a folder; each rank writes its part.  Collective over all ranks.
 
-    It is there whole or not at all: killed at any moment, the folder holds what it held before, or all of the
-    new one.  Every file has a digest, which `load` verifies.
+    The save is complete or absent: if killed at any moment, the folder holds the old checkpoint, or all of
+    the new one.  Every file has a digest, which `load` verifies.
 
     Args:
-        model: or the stages of a pipeline that this rank has.
-        optimizer: over all parameters of `model`.
+        path: folder of the checkpoint; made if it does not exist.
+        model: the model, or this rank's stages of a pipeline.
+        optimizer: optimizer over all parameters of `model`.
         ema: an average of the weights of `model`.
-        extra: what else belongs to it, such as the step, for `load` to return: tensors, numbers, strings, and
-            lists and dicts of them.  The first rank's is written.
-        overwrite: whether to replace a checkpoint that the folder holds; that one can be loaded until the new
-            one is complete.
+        extra: further data, such as the step, for `load` to return: tensors, numbers, strings, and lists and
+            dicts of them.  The first rank's is written.
+        overwrite: whether to replace a checkpoint in the folder; the old one stays loadable until the new one
+            is complete.
 
     Raises:
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
-        RuntimeError: with an optimizer or an average, inside of `EMA.averaged`.
-        ValueError: as `sharded_state_dict`; if two stages have parameters of the same name.
-        TypeError: if `extra`, an option of the optimizer, or what a module's `get_extra_state` returns, is
-            such that `load` would refuse it.
+        RuntimeError: inside `EMA.averaged`, if an optimizer or an average is passed.
+        ValueError: if some units are spread over fewer ranks than others; if two stages have parameters of
+            the same name.
+        TypeError: if `load` would refuse `extra`, an option of the optimizer, or the extra state of a module.
         CheckpointError: if a rank could not write, with the system's reason.
-        All of them on every rank, and what the folder held before can still be loaded.
+        All of them are raised on every rank, and the old checkpoint can still be loaded.
     """
     write(Writer(path, overwrite=overwrite, extra=extra), model, optimizer, ema)
 
@@ -64,14 +65,14 @@ def save(
 def write(
     writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None, ema: EMA | None = None
 ) -> None:
-    """Saves with this writer, which has been given `extra`; otherwise raises what `save` raises."""
+    """Saves with this writer, which has `extra` already; raises like `save`."""
     state = sharded_training_state(model, optimizer, ema)
     try:
         dcp.save(state, storage_writer=writer)
     except dcp.CheckpointException as failed:
         writer.discard()
         rank, error = first_failure(failed)
-        # The writer's own refusals; the system's FileExistsError has a number.
+        # The writer's own refusals; a FileExistsError of the system has an errno.
         if isinstance(error, TypeError) or (isinstance(error, FileExistsError) and error.errno is None):
             raise error from None
         raise CheckpointError(
@@ -82,18 +83,18 @@ def write(
 def sharded_training_state(
     model: Model, optimizer: torch.optim.Optimizer | None = None, ema: EMA | None = None
 ) -> dict[str, Any]:
-    """What `save` writes of model and optimizer, for `dcp.async_save`.  Collective over all ranks.
+    """State dict that `save` writes, for `dcp.async_save`.  Collective over all ranks.
 
         state = sharded_training_state(model, optimizer)
         writer = Writer("out/step-100", extra={"step": 100})
         saved = dcp.async_save(state, storage_writer=writer, process_group=gloo_group)
 
     Returns:
-        {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict`, but with the parameter
-        groups of all stages, "ema" if there is an average, and "modules" if this rank saves the extra state
-        of some, as tensors and JSON}.
+        {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict` with the parameter groups
+        of all stages, "ema" if there is an average, and "modules" if this rank saves extra state of some
+        modules, as tensors and JSON}.
 
-    Args and raises: as `save`.
+    Arguments and errors are those of `save`.
     """
     check_names(model, Action.SAVE)
     goes_on = optimizer is not None or ema is not None

@@ -1,4 +1,4 @@
-"""For torch.distributed.checkpoint: every rank writes and reads its own part, as boxes of the whole tensors.
+"""State dicts for torch.distributed.checkpoint: each rank's own part, as boxes of the whole tensors.
 
 In:   a model and its optimizer.
 Out:  state dicts of ShardedTensors that alias the shards.
@@ -7,9 +7,9 @@ Next: `saving.py` writes them, `loading.py` fills them.
 A checkpoint written here holds ordinary tensors under the original names, so any number of ranks, another
 engine, or `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` can read it.
 
-    tensor parallel     parts are written at their places in the whole tensor, what all ranks have once
-    pipeline            stages are one checkpoint, if layers have the same names in them as in the whole
-                        model, such as those of an nn.ModuleDict by the number of the layer
+    tensor parallel     parts are written at their places in the whole tensor; what all ranks have, once
+    pipeline            stages form one checkpoint, if their layers have the names of the whole model, such as
+                        those of an nn.ModuleDict by the number of the layer
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from flatfsdp.flat.layout import ParamSlot
 def sharded_state_dict(model: Model) -> dict[str, Any]:
     """Parameters as ShardedTensors (plain ones if not sharded) and buffers, for `dcp.save` and `dcp.load`.
 
-    They alias the master shards, so `dcp.load` loads in place.  A tied parameter has its first name.  What
-    a module's `get_extra_state` returns is not in it.  Collective, if the model is tensor-parallel.
+    They alias the master shards, so `dcp.load` loads in place.  A tied parameter has its first name.  Extra
+    state of modules is not included.  Collective, if the model is tensor-parallel.
 
     Args:
-        model: or the stages of a pipeline that this rank has; layers have the names of the whole model.
+        model: the model, or this rank's stages of a pipeline; layers have the names of the whole model.
 
     Raises:
         ValueError: if some units are spread over fewer ranks than others.
@@ -61,7 +61,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
     groups = named_groups(model)
     require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
     for _, group in groups:
-        # A load in place may reach the shards of some ranks only; all of them cast and gather anew.
+        # A load in place may write to some ranks' shards only; yet all ranks must cast and gather again.
         group.master.generation += 1
     settle(group for _, group in groups)
     owners = owners_of(group.master for _, group in groups)
@@ -77,12 +77,13 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
 def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state as ShardedTensors, and its parameter groups by number.  Collective.
 
-    The parameter groups are those of this rank's stages, and `sharded_training_state` joins those of all.
-    Also says of which class the optimizer is.
+    The parameter groups are those of this rank's stages; `sharded_training_state` joins those of all.  The
+    dict also names the optimizer's class.
 
     Raises:
-        ValueError: as `sharded_state_dict`, or if the optimizer is not over this model's shards.
-        TypeError: as `full_optimizer_state_dict`.
+        ValueError: if some units are spread over fewer ranks than others, or the optimizer is not over this
+            model's shards.
+        TypeError: if the optimizer has states that are neither one number nor as large as the parameter.
     """
     masters = trained_masters(model, optimizer)
     require_same_ranks((master for _, master in masters), "a sharded checkpoint")
@@ -108,7 +109,7 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
 
 
 def numbered(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A dict, because torch.distributed.checkpoint takes some lists apart and others not."""
+    """Makes a dict of the groups: torch.distributed.checkpoint takes some lists apart and not others."""
     return {str(index): group for index, group in enumerate(groups)}
 
 
@@ -129,12 +130,12 @@ def owners_of(masters: Iterable[MasterShard]) -> Owners:
 def sharded_slot(
     master: MasterShard, slot: ParamSlot, shard: Tensor, owners: Owners, first: int = 0
 ) -> Tensor | ShardedTensor:
-    """One parameter's part of `shard`, which is laid out as the master shard from its element `first` on.
+    """One parameter's part of `shard`, which has the master shard's layout from element `first` on.
 
-    Aliases it.
+    The result aliases `shard`.
     """
     grid, length = master.grid, master.flat.numel()
-    # A checkpoint cuts along dimensions, so there has to be one.
+    # A checkpoint cuts along dimensions, so there must be one.
     shape = slot.whole_shape or (1,)
     tensor = ALONE if slot.partition is None else grid.tensor
     if grid.shard.size * tensor.size == 1 or slot.numel == 0:
@@ -154,7 +155,7 @@ def sharded_slot(
                     own.append(Shard(shard[start : start + box.numel].view(box.sizes), about))
     properties = TensorProperties(dtype=shard.dtype)
     whole = ShardedTensorMetadata(everywhere, torch.Size(shape), properties)
-    # Several tensor-parallel ranks and shards have no group of their own; this one is not used for anything.
+    # Tensor-parallel ranks and shards together have no group of their own; this one is not used for anything.
     group = dist.group.WORLD if tensor.size > 1 else grid.shard.group
     return ShardedTensor._init_from_local_shards_and_global_metadata(own, whole, group)
 

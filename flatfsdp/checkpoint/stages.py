@@ -1,4 +1,4 @@
-"""What the stages of a model tell each other about a sharded checkpoint, which is of all of them.
+"""Exchanges between the stages of a model about the sharded checkpoint that they share.
 
 In:   a model, or the stages of a pipeline that this rank has.
 Out:  names and problems of all stages, the same on every rank.
@@ -24,12 +24,12 @@ from flatfsdp.engine.units import Model, named_groups
 
 
 def world_of(model: Model) -> tuple[Ranks, torch.device]:
-    """All ranks, and where they communicate."""
+    """All ranks, and the device they communicate on."""
     return Ranks.of(default_group()), named_groups(model)[0][1].master.device
 
 
 def begin(model: Model, action: Action) -> None:
-    """All ranks are about to save a checkpoint, or to load one.  Collective over all ranks.
+    """Begins a save or a load on all ranks.  Collective over all ranks.
 
     Raises:
         RuntimeError: if some rank does something else, or does not come.
@@ -43,7 +43,7 @@ def begin(model: Model, action: Action) -> None:
 
 
 def of_each_stage(value: Any, model: Model) -> list[Any]:
-    """What the first rank of each stage passes, which has to be picklable.  Collective over all ranks."""
+    """Gathers the picklable value of each stage's first rank.  Collective over all ranks."""
     is_first = named_groups(model)[0][1].master.grid.is_first
     world, device = world_of(model)
     everyones = all_gather_object([value] if is_first else [], world, device)
@@ -51,13 +51,14 @@ def of_each_stage(value: Any, model: Model) -> list[Any]:
 
 
 def check_names(model: Model, action: Action) -> set[str]:
-    """The names of all parameters of all stages.  Collective over all ranks.
+    """Gathers the names of all stages' parameters.  Collective over all ranks.
 
     Args:
-        action: for which they are needed.
+        model: the model, or this rank's stages of a pipeline.
+        action: save or load, for the check against other ranks.
 
     Raises:
-        ValueError: if two stages have one name; one of the two would be lost.
+        ValueError: if two stages have the same name, as one of the two would be lost.
     """
     groups = named_groups(model)
     begin(model, action)
@@ -75,9 +76,9 @@ def check_names(model: Model, action: Action) -> set[str]:
 
 @contextmanager
 def raising_on_all(model: Model) -> Iterator[None]:
-    """Raises on every rank what is raised inside on one of them, the lowest.  Collective over all ranks.
+    """Context that raises the lowest rank's exception on every rank.  Collective over all ranks.
 
-    What is collective inside has to raise on all its ranks alike: others would wait there.
+    Collectives inside must raise on all their ranks alike: others would wait there.
     """
     world, device = world_of(model)
     told: Exception | None = None

@@ -1,4 +1,4 @@
-"""Tensor-parallel parts to whole tensors, and back: full checkpoints do not depend on tensor parallelism."""
+"""Joins tensor-parallel parts to whole tensors, and cuts them: full checkpoints have whole tensors only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from flatfsdp.flat.layout import ParamSlot
 def joined(
     part: Tensor, slot: ParamSlot, grid: Grid, device: torch.device, *, rank0_only: bool
 ) -> Tensor | None:
-    """The whole tensor, where `part` is.  Collective over the tensor-parallel ranks if the slot is split.
+    """Joins a whole tensor, on the device of `part`.  Collective over tensor-parallel ranks if split.
 
     Args:
-        part: this rank's, of the slot's shape.
-        device: where to communicate.
-        rank0_only: the first tensor-parallel rank gets it, the others None.
+        part: this rank's part, of the slot's shape.
+        slot: slot of the parameter.
+        grid: ranks of the unit.
+        device: device to communicate on.
+        rank0_only: give the result to the first tensor-parallel rank only; None on the others.
     """
     ranks = grid.tensor
     if slot.partition is None or ranks.size == 1:
@@ -54,12 +56,15 @@ def parts(value: Tensor, slot: ParamSlot, ranks: Ranks) -> list[Tensor]:
 
 
 def scattered_part(value: Tensor | None, slot: ParamSlot, grid: Grid, like: Tensor) -> Tensor:
-    """This rank's part of the whole tensor that the first tensor-parallel rank passes; others pass None.
+    """Scatters the first tensor-parallel rank's whole tensor; returns this rank's part.
 
     Collective over the tensor-parallel ranks.
 
     Args:
-        like: of the part's shape, where to communicate.
+        value: the whole tensor on the first rank; None on the others.
+        slot: slot of the parameter.
+        grid: ranks of the unit.
+        like: tensor of the part's shape, on the device to communicate on.
     """
     own = torch.empty_like(like).view(-1)
     full = None

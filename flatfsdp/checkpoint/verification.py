@@ -1,8 +1,8 @@
-"""Data files against the manifest, in other threads, while this one reads; one verdict for all ranks.
+"""Verifies data files in background threads while the main thread reads; one verdict for all ranks.
 
 In:   an `OpenCheckpoint`.
 Out:  nothing, or `DamagedCheckpoint` on every rank.
-Next: `loading.py` asks before it changes anything.
+Next: `loading.py` asks for the verdict before it changes anything.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flatfsdp.comm.ranks import Ranks
 
 
 class Verification:
-    """Runs from construction until `verdict`, or until the end of a `with` block.
+    """Verification of data files, from construction until `verdict`, or the end of a `with` block.
 
-    Each file is read by one rank, that of the same number as has written it, by several threads.
+    Each file is read by one rank, with several threads: the rank of the same number as its writer.
 
     Args:
         world: all ranks.
-        device: where they communicate.
-        compares_digests: also the contents of files, not only whether they are there and long enough; a
-            checkpoint of plain torch.distributed.checkpoint has no digests.
+        device: device to communicate on.
+        compares_digests: whether to compare contents, not only presence and lengths; a checkpoint of plain
+            torch.distributed.checkpoint has no digests.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Verification:
         self._is_stopped = threading.Event()
         needed = data_files(opened.metadata)
         recorded = opened.manifest.files if opened.manifest is not None else {}
-        # If as many ranks read as wrote, each has read its own file's bytes.
+        # If as many ranks read as wrote, each has its own file's bytes in the page cache already.
         writers = {
             name: recorded[name].rank if name in recorded else number
             for number, name in enumerate(sorted(needed))
@@ -53,9 +53,9 @@ class Verification:
         """Waits for all ranks' files.  Collective over all ranks.
 
         Raises:
-            DamagedCheckpoint: if a file is missing, or not what was written.
-            CheckpointError: if one cannot be read.
-            Both on every rank.
+            DamagedCheckpoint: if a file is missing or damaged.
+            CheckpointError: if a file cannot be read.
+            Both are raised on every rank.
         """
         self._thread.join()
         problems = all_gather_object(self._problem, self._world, self._device)

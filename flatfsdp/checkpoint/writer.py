@@ -1,9 +1,10 @@
-"""`Writer`: torch.distributed.checkpoint's storage of files, but a save is there whole or not at all.
+"""`Writer`: torch.distributed.checkpoint's file storage, with saves that are complete or absent.
 
 In:   the plans and tensors of `dcp.save` or `dcp.async_save`.
-Out:  each rank's data file, named after the save, and its digest, which travels to the coordinator with the
-      results of the write.
-Next: `commit.py` makes them a checkpoint.
+Out:  each rank's data file, named after the save; its digest travels to the coordinator with the results of
+the
+      write.
+Next: `commit.py` makes a checkpoint of the files.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ from flatfsdp.checkpoint.manifest import METADATA, FileRecord, data_prefix
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a checkpoint that is there whole or not at all, with a digest of every file.
+    """Writes a checkpoint that is complete or absent, with a digest of every file.
 
         dcp.save(state, storage_writer=Writer("out/step-100"))
         dcp.async_save(state, storage_writer=Writer("out/step-100"), process_group=gloo_group)
 
-    An older checkpoint in the folder stays the one that is loaded until the new one is complete; then it is
-    removed.  Plain `dcp.load` reads the new one, too.  One Writer may save several times.
+    An older checkpoint in the folder stays loadable until the new one is complete, and is then removed.
+    Plain `dcp.load` reads the new one, too.  One Writer may save several times.
 
     Args:
-        path: the folder, which is made if it does not exist.
-        overwrite: whether to replace a checkpoint that the folder holds.
-        extra: what is neither model nor optimizer, for `load` to return; pickled here and now, so that it may
-            change while an asynchronous save goes on.  The first rank's is written.
-        weights_only: whether `extra` has to be what `torch.load(weights_only=True)` reads, as `load` does.
+        path: folder of the checkpoint; made if it does not exist.
+        overwrite: whether to replace a checkpoint in the folder.
+        extra: further data for `load` to return; pickled here and now, so that it may change during an
+            asynchronous save.  The first rank's is written.
+        weights_only: whether to refuse an `extra` that `torch.load(weights_only=True)`, and so `load`,
+            refuses.
 
     Raises:
         FileExistsError: by `dcp.save`, inside its CheckpointException, if the folder holds a checkpoint.
-        TypeError: the same way, if `extra` is not what it has to be.
+        TypeError: likewise, if `extra` is refused.
     """
 
     def __init__(
@@ -71,14 +73,14 @@ class Writer(dcp.FileSystemWriter):
             if extra:
                 self._extra = pickled(dict(extra), "extra", weights_only)
         except TypeError as error:
-            # Raised by the save, on all ranks.
+            # The save raises it, on all ranks.
             self._problem = error
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save.
 
         Raises:
-            ValueError: for a save without collectives, which has no end that all ranks agree on.
+            ValueError: for a save without collectives, in which ranks cannot agree on its end.
         """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
@@ -89,7 +91,7 @@ class Writer(dcp.FileSystemWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses what cannot be saved, before anything is written."""
+        """Refuses a save that cannot succeed, before anything is written."""
         if self._problem is not None:
             raise self._problem
         if self._is_coordinator and not self.overwrite and (Path(self.path) / METADATA).exists():
@@ -110,7 +112,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, with their digests."""
         written: Future[list[WriteResult]] = Future()
-        # If storage is not shared, this rank has another folder; the commit finds that out.
+        # Without shared storage, which the commit finds out, this rank has another folder.
         Path(self.path).mkdir(parents=True, exist_ok=True)
         if not plan.items:
             written.set_result([])
@@ -127,7 +129,7 @@ class Writer(dcp.FileSystemWriter):
             self.discard()
             refusal = next((file.error for file in files if file.error), None)
             if refusal is not None:
-                # Without what torch's writer makes of it, which is about positions in an archive.
+                # Drop torch's own error, which is about positions in an archive.
                 raise OSError(refusal.errno, refusal.strerror, str(self.path)) from None
             raise
         finally:
@@ -139,7 +141,7 @@ class Writer(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes the files of all ranks a checkpoint; the coordinator alone calls it."""
+        """Commits the files of all ranks as a checkpoint; the coordinator alone calls it."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
         metadata.storage_meta = self.storage_meta()
@@ -153,30 +155,30 @@ class Writer(dcp.FileSystemWriter):
         commit(Path(self.path), self.save_id, files, pickle.dumps(metadata), self._extra)
 
     def discard(self) -> None:
-        """Removes what this rank has written, after a save that failed on any rank."""
+        """Removes this rank's files after a save that failed on any rank."""
         for path in self._written:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
 class _Prefix(NamedTuple):
-    """What a rank's data files are to be called, up to their number."""
+    """Beginning of a rank's data file names, up to their number."""
 
     prefix: str
 
 
 @dataclass(frozen=True)
 class _DigestedResult(WriteResult):
-    """A rank's first result, which also says what the files are that all its results are about."""
+    """A rank's first result, which also carries the digests of the files of all its results."""
 
     digests: dict[str, FileDigest] = field(default_factory=dict)
 
 
 class _DigestingFileSystem(FileSystem):
-    """The files of a disk, but those that are written are new ones, and have digests.
+    """File system on a disk, in which each written file is a new one and gets a digest.
 
     Attributes:
-        files: those of the save in progress.
+        files: files of the save in progress.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""All ranks build the same thing, or all of them raise.
+"""Checks that all ranks build the same thing; otherwise all of them raise.
 
-In:   what a rank is about to build, in words, one line a part.
+In:   a description of what a rank is about to build, one line a part.
 Out:  RuntimeError on every rank, with the first line that differs.
 """
 
@@ -28,11 +28,13 @@ def check_same_on_all_ranks(
 ) -> int:
     """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
 
-    So it does if ranks do not come.  Costs one all-reduce of three integers a dimension where they agree.
+    Also raises if ranks do not come.  If all agree, it costs one all-reduce of three integers a dimension.
 
     Args:
-        dimensions: of a grid of ranks; all ranks of the grid raise, or none.
-        rank_timeout: as of `FlatFSDP`.
+        lines: description of what this rank builds, one line a part.
+        dimensions: dimensions of a grid of ranks; all ranks of the grid raise, or none.
+        device: device to communicate on.
+        rank_timeout: seconds to wait for other ranks; None: as long as the process group allows.
 
     Returns:
         A random number of 31 bits that all ranks of the grid have in common.

@@ -1,6 +1,6 @@
-"""Collectives of tensors: all that differs between gloo and NCCL, or torch 2.11 and 2.13.
+"""Collectives on tensors; hides the differences between gloo and NCCL, and torch 2.11 and 2.13.
 
-Next: `engine/storage/group.py` gathers and `engine/step/reduce.py` reduces through these few functions.
+Next: `engine/storage/group.py` gathers and `engine/step/reduce.py` reduces with these functions.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def uses_nccl(ranks: Ranks, device: torch.device) -> bool:
-    """Whether collectives over these ranks, of tensors on `device`, are NCCL's."""
+    """Whether collectives over these ranks on tensors of `device` run on NCCL."""
     if ranks.group is None or device.type != "cuda":
         return False
     return bool(ranks.group._get_backend(device).name() == "nccl")
 
 
 def one_launch(ranks: Ranks, device: torch.device, collectives: int) -> AbstractContextManager[None]:
-    """Collectives of one kind inside become one launch with NCCL; gloo does one after the other."""
+    """Context in which collectives of one kind become one launch with NCCL; gloo runs them one by one."""
     if collectives < 2 or not uses_nccl(ranks, device):
         return nullcontext()
     return dist._coalescing_manager(ranks.group)
 
 
 def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
-    """full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard, both 1-D and of one dtype."""
-    # Sent as bytes: gloo knows no FP8, and one launch gathers several dtypes.
+    """Gathers full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard; both 1-D and of one dtype."""
+    # As bytes: gloo does not support FP8, and one launch gathers several dtypes.
     _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
 
 
 def all_gather_numbers(everyones: Tensor, own: Tensor, ranks: Ranks) -> None:
-    """Gathers one int64 a rank; unlike `all_gather`, not as bytes."""
+    """Gathers one int64 from each rank; unlike `all_gather`, not as bytes."""
     _all_gather(everyones, own, group=ranks.group)
 
 
@@ -54,24 +54,24 @@ class Pending:
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The tensor, for which the compute stream waits (with gloo, the host)."""
+        """Makes the compute stream (with gloo, the host) wait for the tensor, and returns it."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 def start_all_gather(part: Tensor, ranks: Ranks) -> Pending:
-    """Every rank's `part`, contiguous and of one shape, along dimension 0, in rank order."""
+    """Starts gathering every rank's `part`, contiguous and of one shape, along dim 0, in rank order."""
     whole = part.new_empty(part.shape[0] * ranks.size, *part.shape[1:])
     if whole.numel() == 0:
         return Pending(whole, None)
-    # Sent as bytes: gloo knows no FP8.
+    # As bytes: gloo does not support FP8.
     work = _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
     return Pending(whole, work)
 
 
 def start_reduce_scatter(addend: Tensor, ranks: Ranks) -> Pending:
-    """This rank's part, along dimension 0, of the sum over the ranks; `addend` is contiguous."""
+    """Starts reducing contiguous `addend`s to this rank's part, along dim 0, of the sum over ranks."""
     part = addend.new_empty(addend.shape[0] // ranks.size, *addend.shape[1:])
     if part.numel() == 0:
         return Pending(part, None)
@@ -79,7 +79,7 @@ def start_reduce_scatter(addend: Tensor, ranks: Ranks) -> Pending:
 
 
 def start_all_reduce(addend: Tensor, ranks: Ranks) -> Pending:
-    """In place: the sum over the ranks."""
+    """Starts summing `addend` over the ranks, in place."""
     if addend.numel() == 0:
         return Pending(addend, None)
     return Pending(addend, dist.all_reduce(addend, group=ranks.group, async_op=True))
@@ -92,7 +92,7 @@ def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:
 
 
 def scatter(shard: Tensor, full: Tensor | None, ranks: Ranks) -> None:
-    """The reverse of `gather`: shard = this rank's part of the first rank's `full`."""
+    """Scatters the first rank's `full`: `shard` becomes this rank's part.  The reverse of `gather`."""
     if ranks.size == 1:
         assert full is not None
         shard.copy_(full)
@@ -102,18 +102,18 @@ def scatter(shard: Tensor, full: Tensor | None, ranks: Ranks) -> None:
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> None:
-    """Shard = this rank's part of the sum, or mean, of `full` over the ranks."""
+    """Sets `shard` to this rank's part of the sum, or mean, of `full` over the ranks."""
     _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
 
 
 def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
-    """In place: the sum, or mean, of `tensor` over the ranks."""
+    """Replaces `tensor` by its sum, or mean, over the ranks."""
     dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)
 
 
 def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
-    """In place: the largest over the ranks of numbers that are not negative, FP32; NaN wins."""
-    # Compared as integers, because the order of the bits puts NaN above infinity on every backend.
+    """Replaces amaxes (FP32, not negative) by the largest over the ranks; NaN wins."""
+    # As integers, because the order of the bits puts NaN above infinity on every backend.
     dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
 
 
@@ -122,6 +122,6 @@ def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
 
 
 def broadcast(tensor: Tensor, ranks: Ranks) -> None:
-    """In place: the tensor of the group's first rank."""
+    """Replaces `tensor` by that of the group's first rank."""
     if ranks.size > 1:
         dist.broadcast(tensor, group=ranks.group, group_src=0)

@@ -1,6 +1,6 @@
 """`Grid`: the ranks that shard, replicate and split the parameters of one unit.
 
-In:   what `FlatFSDP` was given: a process group, or a mesh, and a tensor-parallel group.
+In:   arguments of `FlatFSDP`: a process group or a mesh, and a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from flatfsdp.comm.ranks import ALONE, Ranks, default_group
 
 @dataclass(frozen=True)
 class Grid:
-    """Parameters are sharded over `shard` and replicated over `replicate`: together, the data-parallel ranks.
+    """Ranks of one unit: parameters are sharded over `shard` and replicated over `replicate`.
 
-    `tensor` are the ranks that have other parts of the same parameters (tensor parallelism).
+    These two are the data-parallel ranks.  The ranks in `tensor` have other parts of the same parameters
+    (tensor parallelism).
     """
 
     shard: Ranks
@@ -33,19 +34,19 @@ class Grid:
 
     @property
     def partners(self) -> tuple[Ranks, ...]:
-        """Groups of ranks that have other parts of a gradient: it is sharded, and may be split."""
+        """Groups of ranks with the other parts of a gradient, which is sharded and may be split."""
         return self.shard, self.tensor
 
     @property
     def dimensions(self) -> tuple[Ranks, ...]:
-        """The three kinds of ranks: shards, replicas and tensor-parallel ones."""
+        """The three dimensions: shards, replicas and tensor-parallel ranks."""
         return self.shard, self.replicate, self.tensor
 
     def make_group(self, device: torch.device) -> dist.ProcessGroup | None:
-        """A group of all ranks of the grid; None if that is one.  Collective.
+        """Makes a group of all ranks of the grid; None for a single rank.  Collective.
 
         Args:
-            device: where to communicate.
+            device: device to communicate on.
         """
         several = [ranks for ranks in self.dimensions if ranks.size > 1]
         if len(several) < 2:
@@ -70,12 +71,13 @@ class Grid:
     ) -> Grid:
         """Resolves the constructor's arguments.
 
-        `mesh` is 1-D (shard) or 2-D (replicate, shard).  With neither argument it is the default process
-        group, or one rank where torch.distributed is not initialised.  `shard=False` replicates over all.
+        `mesh` is 1-D (shard) or 2-D (replicate, shard).  The default is the default process group, or this
+        rank alone if torch.distributed is not initialised.  `shard=False` replicates over all.
 
         Raises:
-            ValueError: for both a mesh and a process group, or a mesh of another number of dimensions; if
-                other ranks are in tp_group and data-parallel, too.
+            TypeError: for a DeviceMesh in place of a group.
+            ValueError: for both a mesh and a process group; for a mesh of another number of dimensions; if
+                tp_group shares ranks other than this one with the data-parallel ranks.
         """
         if isinstance(process_group, DeviceMesh):
             raise TypeError("process_group is a DeviceMesh; pass it as mesh=")

@@ -1,11 +1,11 @@
-"""Runs one function on N ranks: on processes that it starts itself, or on the ranks that torchrun started.
+"""Runs a function on N ranks: in processes that it starts, or on the ranks that torchrun started.
 
 In:   a function of (rank, payload), importable by name, and a payload that can be pickled.
 Out:  what the function returned on rank 0 (under torchrun: on this rank).
 Next: `cli/verify.py` and `cli/train.py` give it the function that trains.
 
-A rank that fails takes the others down: ranks started here are terminated and the failing rank's traceback is
-raised here; under torchrun, torchrun does the same.
+A failing rank ends the others: ranks started here are terminated, and the failing rank's traceback is raised
+here; under torchrun, torchrun does this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMEOUT = timedelta(seconds=300)
 
 
 class Device(str, Enum):
-    """Device of the ranks; `auto` takes the GPUs if there is one for each rank."""
+    """Device of the ranks; `auto` uses GPUs if there is one for each rank."""
 
     auto = "auto"
     cpu = "cpu"
@@ -44,7 +44,7 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank as the function sees it; the default process group is there already."""
+    """One rank, as the function sees it; the default process group exists already."""
 
     index: int
     world: int
@@ -53,11 +53,11 @@ class Rank:
 
 @dataclass(frozen=True)
 class Launch:
-    """How many ranks, on what; checked before any process starts.
+    """Number and device of the ranks; checked before any process starts.
 
     Attributes:
         ranks: number of processes; None means torchrun's, or 2.
-        device: where they run.
+        device: device that they run on.
         deterministic: ask torch and cuBLAS for deterministic algorithms only.
     """
 
@@ -87,7 +87,7 @@ class Launch:
 
     @property
     def local_world(self) -> int:
-        """Ranks of this machine."""
+        """Number of ranks on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if under_torchrun() else self.world
 
     def use_cuda(self) -> bool:
@@ -96,7 +96,7 @@ class Launch:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several ranks that somebody else started."""
+    """Whether this process is one of several ranks that torchrun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -122,10 +122,10 @@ def run_on_ranks(function: Callable[[Rank, Payload], Result], payload: Payload, 
 
 
 def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
-    """Starts processes in milliseconds: forks of one that has imported all they need already, once.
+    """Context that starts processes in milliseconds, by forking one that has imported everything needed.
 
-    It imports what this process has imported of the package when the first fork is asked for, has no threads
-    and has not touched a GPU, so its forks may do both.
+    The server imports what this process has imported of the package when the first fork is asked for.  It has
+    no threads and has not touched a GPU, so its forks may do both.
 
     Args:
         preload: names of further modules.
@@ -159,13 +159,13 @@ def _on_rank(
     launch: Launch,
 ) -> Result:
     if launch.deterministic:
-        # cuBLAS reads it when CUDA starts, so before anything below.
+        # cuBLAS reads it when CUDA starts, so set it before anything below.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", local) if launch.use_cuda() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # The ranks are the parallelism; a thread per core in each of them would mostly wait for the others'.
+    # The ranks are the parallelism; a thread per core in each would mostly wait for the others' threads.
     torch.set_num_threads(1)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -176,9 +176,9 @@ def _on_rank(
         device_id=device if device.type == "cuda" else None,
     )
     result = function(Rank(index, launch.world, device), payload)
-    # A process group must not outlive the interpreter, see `flatfsdp.comm.ranks.Ranks`; meshes and pipeline
-    # stages, which hold some, may be in reference cycles.
+    # A process group must not outlive the interpreter, see `flatfsdp.comm.ranks.Ranks`; reference cycles of
+    # meshes and pipeline stages may hold some.
     gc.collect()
-    # Only after success: after an exception the others may be inside a collective, and this would wait.
+    # Only after success: after an exception others may be inside a collective, and this would wait for them.
     dist.destroy_process_group()
     return result

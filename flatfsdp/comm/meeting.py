@@ -1,10 +1,10 @@
-"""Ranks wait for each other before they do something that all have to do, and learn who does not come.
+"""Lets ranks wait for each other before a collective call, and name those that do not come.
 
-In:   what a rank is about to do, such as "save_pretrained".
-Out:  all ranks are there, or RuntimeError on those that are, with the missing ones.
+In:   the call that a rank is about to make, such as "save_pretrained".
+Out:  all ranks are there; otherwise RuntimeError on those that are, which names the missing ones.
 
-Without it, a rank that calls a collective method by itself would meet whatever the others do next.  Ranks
-meet in the store of the process group, so that nothing is launched.
+Without it, a collective method called on one rank alone would pair with whatever the others do next.  Ranks
+meet in the store of the process group, so nothing is launched.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ _MET = "met"
 
 
 def meet(ranks: Ranks, doing: str, rank_timeout: float) -> None:
-    """Waits until all of these ranks are about to do the same.
+    """Waits until all of these ranks are about to make the same call.
 
     Args:
-        rank_timeout: seconds to wait for the others; that of `FlatFSDP`.
+        ranks: ranks that meet.
+        doing: name of the call.
+        rank_timeout: seconds to wait for the others, as set in `FlatFSDP`.
 
     Raises:
-        RuntimeError: on all ranks that have come, if some have not by then.
+        RuntimeError: on all ranks that have come, if others have not by then.
     """
     if ranks.size == 1:
         return
     store: dist.Store = default_store()
     given_up = f"flatfsdp/{ranks.name}/{doing}/given up"
-    # Those who came to a meeting that was given up come again from the beginning.
+    # Ranks that came to a meeting that was given up start again from the beginning.
     meeting = f"flatfsdp/{ranks.name}/{doing}/{store.add(given_up, 0)}"
     keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
-    # How often a rank has come: so many times the others have to come, too.
+    # The number of times this rank has come, which is how often the others have to come, too.
     own = store.add(keys[ranks.rank], 1)
-    # Whoever is the first to decide decides for all, so that none goes on alone.
+    # The first rank to decide does so for all, so that none goes on alone.
     decision, give_up = f"{meeting}/{own}-th", f"given up by {ranks.rank}"
     begin, pause = time.monotonic(), 0.001
     while missing := [rank for rank, key in enumerate(keys) if store.add(key, 0) < own]:

@@ -1,12 +1,12 @@
 """The ranks that share pipeline stages, replicas, shards and tensor-parallel layers.
 
-In:   how many ranks each kind of parallelism has.
+In:   the number of ranks of each kind of parallelism.
 Out:  a `ParallelMesh`: groups and meshes for layers, FlatFSDP, FlatStage and FP8 regions.
 
     pp            outermost: stages exchange activations only, and may be on different hosts
     dp_replicate
     dp_shard
-    tp            innermost: neighbours, which exchange activations several times a layer
+    tp            innermost: neighbours exchange activations several times a layer
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ParallelMesh:
     """All ranks, in four dimensions.
 
     Attributes:
-        device_mesh: of `DIMENSIONS`, all of them, those of one rank too.
-        dp_group: the ranks that have the same part of the model and see other samples.
-        stage_group: the ranks that have the same pipeline stage; they share the scales of FP8 tensors.
+        device_mesh: mesh with all of `DIMENSIONS`, including those of size one.
+        dp_group: ranks that have the same part of the model and see other samples.
+        stage_group: ranks that have the same pipeline stage; they share the scales of FP8 tensors.
     """
 
     device_mesh: DeviceMesh
@@ -37,14 +37,14 @@ class ParallelMesh:
 
     @property
     def dp(self) -> DeviceMesh:
-        """FlatFSDP's `mesh`: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
+        """Mesh for FlatFSDP: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
         if self._size("dp_replicate") == 1:
             return self.device_mesh["dp_shard"]
         return self.device_mesh["dp_replicate", "dp_shard"]
 
     @property
     def dimensions(self) -> tuple[Ranks, ...]:
-        """The ranks that this one shares each dimension with; together they reach all ranks."""
+        """Ranks that share each dimension with this one; together these reach all ranks."""
         return tuple(Ranks.of(self.device_mesh.get_group(name)) for name in DIMENSIONS)
 
     @property
@@ -69,7 +69,7 @@ class ParallelMesh:
 
     @property
     def dp_rank(self) -> int:
-        """Number of the part of the samples that this rank sees."""
+        """Index of this rank's part of the samples."""
         return dist.get_rank(self.dp_group)
 
     @property
@@ -115,7 +115,7 @@ class ParallelMesh:
 def make_mesh(
     *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None
 ) -> ParallelMesh:
-    """Arranges all ranks, and makes their groups.  Collective over all ranks.
+    """Arranges all ranks in a mesh, and makes its groups.  Collective over all ranks.
 
         mesh = make_mesh(pp=2, tp=2)
         layer = TransformerLayer(..., tp_group=mesh.tp_group)
@@ -123,11 +123,11 @@ def make_mesh(
         stage = FlatStage(part, mesh.pp_rank, mesh.pp_size, group=mesh.pp_group)
 
     Args:
-        pp: pipeline ranks.
-        dp_replicate: replicas of each set of shards.
-        dp_shard: ranks over which parameters are sharded; -1 for all that are left.
-        tp: ranks that share each layer.
-        device_type: "cuda" or "cpu"; default: what the default process group communicates for.
+        pp: number of pipeline ranks.
+        dp_replicate: number of replicas of each set of shards.
+        dp_shard: number of ranks that parameters are sharded over; -1 for all that are left.
+        tp: number of ranks that share each layer.
+        device_type: "cuda" or "cpu"; default: the device type of the default process group.
 
     Raises:
         RuntimeError: if torch.distributed is not initialised.
@@ -152,7 +152,7 @@ def make_mesh(
 
 
 def _own_of(groups: list[list[int]]) -> dist.ProcessGroup:
-    """Makes process groups of disjoint lists of all ranks."""
+    """Makes process groups of disjoint lists of all ranks; returns this rank's."""
     if len(groups) == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD

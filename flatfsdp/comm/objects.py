@@ -1,4 +1,4 @@
-"""Python objects from one rank to others."""
+"""Collectives of Python objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flatfsdp.comm.ranks import Ranks
 
 
 def broadcast_object(value: Any, dimensions: Sequence[Ranks], device: torch.device) -> Any:
-    """What the first rank of a grid of these dimensions passes, which has to be picklable.  Collective."""
+    """Returns the picklable value of the first rank in a grid of these dimensions.  Collective."""
     box = [value]
     with on_device(device):
-        # Along the first rank's line, then from each rank of that.
+        # Along the first rank's line, then from each rank of that line.
         for ranks in dimensions:
             if ranks.size > 1:
                 _declare(ranks, device)
@@ -27,7 +27,7 @@ def broadcast_object(value: Any, dimensions: Sequence[Ranks], device: torch.devi
 
 
 def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[Any]:
-    """What each rank passes, which has to be picklable, in rank order.  Collective."""
+    """Returns every rank's picklable value, in rank order.  Collective."""
     if ranks.size == 1:
         return [value]
     found: list[Any] = [None] * ranks.size
@@ -38,7 +38,7 @@ def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[An
 
 
 def _declare(ranks: Ranks, device: torch.device) -> None:
-    """Says what comes; a model on the CPU may be on ranks whose group has NCCL alone, for devices."""
+    """Declares the coming exchange; ranks of a CPU model may have a group with NCCL alone, for devices."""
     assert ranks.group is not None
     if torch.device(device.type) in ranks.group._device_types:
         declare(ranks, Identity(Action.OBJECTS), device)

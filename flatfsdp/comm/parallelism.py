@@ -1,8 +1,8 @@
-"""How ranks share a model, as numbers: the same value in a mesh, in a plan and in a report.
+"""`Parallelism`: how ranks share a model, in numbers, for a mesh, a plan and a report alike.
 
-In:   sizes, of which that of the shards may be left to fill the ranks.
+In:   sizes; that of the shards may be left to fill the ranks.
 Out:  a `Parallelism`; no process group is needed.
-Next: `mesh.py` makes process groups of it.
+Next: `mesh.py` makes process groups for it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Ranks in each dimension of the mesh.
+    """Number of ranks in each dimension of the mesh.
 
     Attributes:
-        pp: pipeline ranks.
-        dp_replicate: replicas of each set of shards.
-        dp_shard: ranks over which parameters are sharded.
-        tp: ranks that share each layer.
-        sequence_parallel: those share activations between layers, too; without effect where tp is 1.
+        pp: number of pipeline ranks.
+        dp_replicate: number of replicas of each set of shards.
+        dp_shard: number of ranks that parameters are sharded over.
+        tp: number of ranks that share each layer.
+        sequence_parallel: split activations between layers over the tp ranks, too; no effect if tp is 1.
 
     Raises:
         ValueError: if a size is not positive.
@@ -53,10 +53,15 @@ class Parallelism:
         tp: int = 1,
         sequence_parallel: bool = False,
     ) -> Parallelism:
-        """All of `world` ranks.
+        """Arranges `world` ranks.
 
         Args:
-            dp_shard: -1 for all ranks that are left.
+            world: number of ranks.
+            pp: number of pipeline ranks.
+            dp_replicate: number of replicas of each set of shards.
+            dp_shard: number of ranks that parameters are sharded over; -1 for all that are left.
+            tp: number of ranks that share each layer.
+            sequence_parallel: split activations between layers over the tp ranks, too.
 
         Raises:
             ValueError: if a size is not positive, or the sizes do not give the number of ranks.
@@ -83,26 +88,26 @@ class Parallelism:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks by dimension of the mesh."""
+        """Number of ranks in each dimension of the mesh."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return prod(self.sizes.values())
 
     @property
     def dp(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks over which activations between layers are split."""
+        """Number of ranks that activations between layers are split over."""
         return self.tp if self.sequence_parallel else 1
 
     def __str__(self) -> str:
-        """Such as "pp 4 x dp_shard 16 x tp 8 + SP"."""
+        """The sizes in words, such as "pp 4 x dp_shard 16 x tp 8 + SP"."""
         return _product(self.sizes) + (" + SP" if self.sequence_parallel else "")
 
 

@@ -9,8 +9,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-# Every optimizer imports it, and for good it keeps the default group, if there is one by then, in default
-# arguments; see `Ranks`.
+# Import it early: every optimizer does, and its default arguments then keep the default group, if there is
+# one, for good; see `Ranks`.
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.torch_private import call_before_shutdown, new_group, timeout_of
@@ -25,11 +25,11 @@ class Ranks:
     rank: int
 
     def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
-        # Weak: a model may be alive when the program ends.  A group that it kept would outlive
-        # destroy_process_group(), and gloo's threads, which may still have tensors to let go of, the
-        # interpreter; they abort the process then.
+        # Weak: a model may be alive when the program ends.  If it kept its group, the group would outlive
+        # destroy_process_group(), and gloo's threads, which may still hold tensors, would outlive the
+        # interpreter and abort the process.
         weak = None if group is None else ref(group)
-        hash(weak)  # which a reference keeps: ranks stay keys, as in `optim/clip.py`, once the group is gone
+        hash(weak)  # a weak reference keeps its hash: ranks stay usable as keys once the group is gone
         vars(self).update(_group=weak, size=size, rank=rank)
 
     @property
@@ -72,7 +72,7 @@ class Ranks:
 
     @staticmethod
     def among(global_ranks: tuple[int, ...]) -> Ranks:
-        """This process's place among ranks that are known by their numbers in the default process group.
+        """This process's place among ranks given by their numbers in the default process group.
 
         Collective over these ranks, the first time.
         """
@@ -84,7 +84,7 @@ class Ranks:
         return Ranks.of(known[global_ranks])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Copies of a layer are shared by the same ranks."""
+        """Returns itself: the same ranks share a copied layer."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,14 +107,14 @@ class Ranks:
 
     @property
     def global_ranks(self) -> list[int]:
-        """In the default process group."""
+        """Numbers of these ranks in the default process group."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def require_apart(self, data_parallel: Ranks) -> None:
-        """Checks that no rank besides this one is in both.
+        """Checks that these ranks and the data-parallel ones have only this rank in common.
 
         Raises:
-            ValueError: if some rank besides this one is in both.
+            ValueError: if they share another one.
         """
         both = sorted(set(self.global_ranks) & set(data_parallel.global_ranks))
         if len(both) > 1:
@@ -136,15 +136,15 @@ class Ranks:
         return _second_communicators[self.group].ranks
 
     def first_communicator(self) -> Ranks:
-        """The communicator that `own_communicator` has made this one beside, or this one."""
+        """The communicator that `own_communicator` made this one from; this one, if it made none."""
         return self if self.group is None else _first_communicators.get(self.group, self)
 
 
 class _SecondCommunicator:
-    """A communicator beside another one, and destroyed just before that one is.
+    """A communicator beside another one, destroyed just before that one.
 
-    Not when that one is collected as garbage: this happens on each rank at another time, and with NCCL ranks
-    wait for each other in the end of a communicator.
+    It is not destroyed when the other is garbage-collected: that happens at another time on each rank, and
+    with NCCL ranks wait for each other when a communicator ends.
     """
 
     def __init__(self, first: Ranks) -> None:
@@ -154,8 +154,8 @@ class _SecondCommunicator:
         made[ranks] += 1
         self._group: dist.ProcessGroup | None = new_group(
             ranks,
-            # Counted, as all these ranks come here; a group that NCCL has split off another one may not have
-            # the same name on all of its ranks.
+            # Named by a count, as all these ranks come here.  The group's own name may differ between ranks
+            # if NCCL has split it off another one.
             f"second {made[ranks]}",
             backend=dist.get_backend(group),
             timeout=timeout_of(group),
@@ -193,15 +193,15 @@ ALONE = Ranks(None, 1, 0)
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """All ranks; None where torch.distributed is not initialised."""
+    """Default process group, of all ranks; None if torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 class LateRanks(Ranks):
-    """Ranks of which only the number is known, until a layer is given their group.
+    """Ranks of which only the number is known until a layer is given their group.
 
     Raises:
-        RuntimeError: where group or rank are asked for before.
+        RuntimeError: when group or rank are read before.
     """
 
     def __init__(self, layer: str, size: int) -> None:
@@ -209,7 +209,7 @@ class LateRanks(Ranks):
 
     @property
     def found(self) -> Ranks | None:
-        """The ranks, if they are known by now."""
+        """The ranks, if they are known by now; otherwise None."""
         found: Ranks | None = vars(self)["_found"]
         return found
 
@@ -231,11 +231,11 @@ class LateRanks(Ranks):
         return self.found
 
     def find(self, ranks: Ranks) -> None:
-        """Says which ranks they are."""
+        """Sets the ranks."""
         vars(self)["_found"] = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateRanks:
-        """Ranks of a copied layer, which is told its group by itself."""
+        """Copies as unknown ranks: a copied layer is given its own group."""
         other = memo[id(self)] = LateRanks(vars(self)["_layer"], self.size)
         vars(other).update(vars(self))
         return other

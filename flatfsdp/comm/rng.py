@@ -1,11 +1,11 @@
-"""Random numbers that do not depend on where a layer is: for initial values, and for dropout.
+"""Random numbers that do not depend on a layer's rank or position: for initial values, and for dropout.
 
 In:   torch's default generators, of the CPU and of the current CUDA device.
 Out:  `seeded`: values that depend on a seed and names alone, however many layers were built before;
-      `RNGTracker`: other numbers on each tensor-parallel rank, between numbers that are the same on all.
+      `RNGTracker`: numbers that differ between tensor-parallel ranks, amid numbers that are the same on all.
 
-Neither keeps a state: whatever saves and restores torch's generators, such as torch.utils.checkpoint, gets
-the same numbers again.
+Neither keeps a state, so code that saves and restores torch's generators, such as torch.utils.checkpoint,
+gets the same numbers again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch.distributed as dist
 from flatfsdp.comm.ranks import Ranks
 
 CUDA_STEP = 4
-"""By which a CUDA generator moves on; its offsets are multiples of 4."""
+"""Step by which a CUDA generator advances; its offsets are multiples of 4."""
 
 
 @contextmanager
 def seeded(seed: int, *names: str) -> Iterator[None]:
-    """Inside, the default generators start from `seed` and `names`; outside, they do not notice.
+    """Context in which the default generators start from `seed` and `names`; restored afterwards.
 
         with seeded(0, f"layers.{number}"):
             layer = TransformerLayer(...)
 
-    A layer then begins with the same values in every pipeline stage that has it.
+    A layer then starts with the same values in every pipeline stage that has it.
     """
     cpu, cuda = torch.default_generator, _cuda_generator(initialize=True)
     cpu_state = cpu.get_state()
@@ -49,26 +49,26 @@ def seeded(seed: int, *names: str) -> Iterator[None]:
 
 
 class Tracker(Protocol):
-    """Random numbers that differ between tensor-parallel ranks: an `RNGTracker`, or somebody else's."""
+    """Interface for random numbers that differ between tensor-parallel ranks, such as `RNGTracker`."""
 
     def fork(self) -> AbstractContextManager[Any]:
-        """Inside, this rank draws numbers of its own."""
+        """Context in which this rank draws numbers of its own."""
 
 
 GetTracker = Callable[[], Tracker]
 
 
 class RNGTracker:
-    """Other random numbers on each tensor-parallel rank, for what it has a part of.
+    """Draws other random numbers on each tensor-parallel rank, for tensors that each has a part of.
 
         with tracker.fork():
             context = attention(query, key, value)  # other heads on each rank, and other dropout
 
-    Seed the default generators alike on all ranks.  Outside of `fork` they stay alike, for dropout of what
-    all ranks have.
+    Seed the default generators alike on all ranks.  Outside of `fork` they stay alike, for dropout of tensors
+    that all ranks have.
 
     Args:
-        tp_group: the ranks; with one, or None, `fork` does nothing.
+        tp_group: tensor-parallel ranks; with a single one, or None, `fork` does nothing.
     """
 
     def __init__(self, tp_group: dist.ProcessGroup | None = None) -> None:
@@ -76,16 +76,16 @@ class RNGTracker:
 
     @classmethod
     def over(cls, ranks: Ranks) -> RNGTracker:
-        """Tracker of ranks that may get their group later."""
+        """Makes a tracker of ranks that may get their group later."""
         tracker = cls()
         tracker._ranks = ranks
         return tracker
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Inside, the default generators differ from rank to rank.
+        """Context in which the default generators differ from rank to rank.
 
-        Afterwards they have moved on by one step, whatever was drawn inside.  The host waits for no GPU.
+        Afterwards they have advanced by one step, whatever was drawn inside.  The host never waits for a GPU.
         """
         if self._ranks.size == 1:
             yield
@@ -109,7 +109,7 @@ def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
     """Generator of the current CUDA device; None if there is none, or if CUDA has not been used yet.
 
     Args:
-        initialize: use it, for what follows may.
+        initialize: initialise CUDA if needed, because the code that follows may use it.
     """
     if initialize and torch.cuda.is_available():
         torch.cuda.init()
@@ -119,11 +119,11 @@ def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
 
 
 def _set(generator: torch.Generator, seed: int, offset: int) -> None:
-    """Puts a CUDA generator somewhere; `get_state` and `set_state` copy tensors for that."""
+    """Sets seed and offset of a CUDA generator, without the tensor copies of `get_state`/`set_state`."""
     generator.manual_seed(seed)
     generator.set_offset(offset)
 
 
 def _hash(*parts: int | str) -> int:
-    """0 to 2^63 - 1; the same in every process."""
+    """Hash from 0 to 2^63 - 1, the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

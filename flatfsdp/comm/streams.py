@@ -9,7 +9,7 @@ import torch
 
 
 class SideStream:
-    """A CUDA stream beside the compute stream; on CPU the calling thread itself, where all is in order.
+    """A CUDA stream beside the compute stream; on CPU the calling thread itself, in order.
 
     Its work starts after the compute stream's work so far (`after_compute`), and the compute stream
     waits for its event before it uses or frees what it touched.  So memory may be allocated on
@@ -20,7 +20,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def after_compute(self) -> AbstractContextManager[Any]:
-        """Kernels inside run here, after everything the compute stream was given before this call."""
+        """Context that runs kernels on this stream, after all work of the compute stream so far."""
         if self._stream is None:
             return nullcontext()
         index = self._stream.device.index
@@ -31,12 +31,12 @@ class SideStream:
         return _Instead(self._stream, compute)
 
     def synchronize(self) -> None:
-        """Makes the host wait for its work so far."""
+        """Makes the host wait for this stream's work so far."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after its work so far."""
+        """Records an event after this stream's work so far; None on CPU."""
         return None if self._stream is None else self._stream.record_event()
 
 
@@ -57,5 +57,5 @@ class _Instead:
 def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> None:
     """Makes the device's current stream, not the host, wait; the current device may be another one."""
     if event is not None:
-        # By its number: to find that of a device takes longer than the rest.
+        # By index: looking up a device's index takes longer than the rest.
         torch.cuda.current_stream(device.index).wait_event(event)

@@ -1,4 +1,4 @@
-"""Tables of plain text, for what `print` shows of a model or a mesh."""
+"""Plain-text tables, for printing a model or a mesh."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 
 def plain_table(lines: Sequence[Sequence[str]], right: Collection[int]) -> str:
-    """Cells in columns, one row a line, two spaces between columns.
+    """Formats cells in columns, one row a line, two spaces between columns.
 
     Args:
-        lines: all with the same number of cells; the first may be headings.
-        right: columns that are aligned to the right.
+        lines: rows with equal numbers of cells; the first may be headings.
+        right: indices of columns that are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

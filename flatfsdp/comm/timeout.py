@@ -1,7 +1,7 @@
-"""How long ranks wait for each other in collectives, changed while a program runs.
+"""Changes, while a program runs, how long ranks wait for each other in collectives.
 
 In:   seconds.
-Out:  that timeout in all process groups of this process, also in those that FlatFSDP has made.
+Out:  that timeout in all process groups of this process, including those that FlatFSDP has made.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ def set_timeout(seconds: float) -> None:
     """Sets how long collectives that begin from now on wait for other ranks, in all process groups.
 
     Call it after the first step, on all ranks: until then ranks read data and compile, each at its own pace,
-    and later one that does not come has failed.  Process groups that FlatFSDP has made beside yours, which
-    nobody else knows, are included; those that are made later have timeouts of their own.  Without a process
-    group nothing happens.
+    and a rank that does not come later has failed.  Includes the process groups that FlatFSDP has made beside
+    yours; groups made later have timeouts of their own.  Does nothing without a process group.
 
     Args:
-        seconds: at least 0.001.
+        seconds: timeout in seconds, at least 0.001.
 
     Raises:
-        ValueError: if that is no such number.
-        RuntimeError: if some rank does not call it within the timeout from before.
+        ValueError: if it is not finite, or less than that.
+        RuntimeError: if some rank does not call it within the previous timeout.
     """
     if not 0.001 <= seconds < math.inf:
         raise ValueError(f"seconds is {seconds}; a timeout is a finite number of them, at least 0.001")

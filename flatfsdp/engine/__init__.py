@@ -1,1 +1,1 @@
-"""FlatFSDP: what is stored for each unit, when it moves in a step, and what others must not do to it."""
+"""The FlatFSDP engine: storage of each unit, its movement in a step, and guards against misuse."""

@@ -1,4 +1,4 @@
-"""A unit is built: a module's parameters go into flat groups, whichever form it has.
+"""Builds a unit: puts a module's parameters into flat groups, for the wrapper and for in-place sharding.
 
 In:   a module, in which inner units have taken their parts already; ranks and policy.
 Out:  its `UnitState`.
@@ -60,10 +60,10 @@ def build_unit(
 
     Args:
         in_place: whether the modules list this rank's part of each parameter under its own name.
-        others: as `FlatFSDP` takes them.
+        others: the arguments of `FlatFSDP`, with the same meaning and defaults.
 
     Raises:
-        TypeError, ValueError: as `FlatFSDP`.
+        TypeError, ValueError: for the same reasons as `FlatFSDP`.
     """
     policy = Policy(
         Precision() if precision is None else precision,

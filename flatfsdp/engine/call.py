@@ -1,7 +1,7 @@
 """One call of a sharded module, wrapped or in place: its unit's forward, and the whole model's around it.
 
 In:   the module, and what computes: the wrapped module, or the module's own `__call__`.
-Out:  its outputs, which the unit follows into backward.
+Out:  its outputs; hooks on them start the unit's backward.
 Next: `engine/step/unit.py` gathers and frees; `engine/step/root.py` begins and ends.
 """
 
@@ -24,12 +24,12 @@ from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 def call_unit(
     unit: UnitMethods, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`compute(*args, **kwargs)` with the parameters of `unit` gathered, and what follows in backward.
+    """Runs `compute(*args, **kwargs)` with the parameters of `unit` gathered, and prepares its backward.
 
-    Inside a call of the same unit it is that call's: a module may call itself, or its parts.
+    A nested call of the same unit, or of a part of it, only computes: the outer call has gathered already.
 
     Args:
-        compute: of the unit, or of a part of it.
+        compute: the forward of the unit, or of a part of it.
     """
     if unit.fsdp_state.uses:
         return compute(*args, **kwargs)
@@ -48,7 +48,7 @@ def call_unit(
 
 @never_traced
 def _begin(unit: UnitMethods, inputs: object) -> Root | None:
-    """The root, if this is the outermost forward; None inside one, or in a recomputation."""
+    """Begins the model's forward and returns its root; None inside another forward or a recomputation."""
     root = root_of(unit)
     if unit.fsdp_state.is_whole:
         raise RuntimeError("a sharded module cannot compute inside summon_full_params; leave it first")
@@ -61,7 +61,7 @@ def _begin(unit: UnitMethods, inputs: object) -> Root | None:
 @never_traced
 def _end(root: Root, outputs: Any) -> None:
     tensors = tensors_in(outputs)
-    # In an output that hides its tensors there may be one to start a backward from.
+    # An output in which no tensor was found may still hide one that starts a backward.
     can_start_backward = not tensors or any(t.requires_grad for t in tensors)
     root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
 
@@ -77,6 +77,6 @@ def _around(
         outputs = compute(*args, **kwargs)
     finally:
         state.uses -= 1
-        # Also if it failed: PyTorch may have refused a view, for a reason that only this explains.
+        # Also after a failure: only this explains why PyTorch may have refused a view.
         unit.writes.end()
     return unit.after_forward(position, (args, kwargs), versions, outputs)

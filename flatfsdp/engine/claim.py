@@ -1,4 +1,4 @@
-"""What a unit owns of the module that it wraps: parameters, buffers, and the device they are on.
+"""Claims what a unit owns of the module that it wraps: parameters, buffers, and their device.
 
 In:   a module, in which inner units have taken their parts already.
 Out:  the parameters that are left, checked, and grouped into `Binding`s.
@@ -33,7 +33,7 @@ from flatfsdp.flat.module_wrapper import ModuleWrapper
 
 
 def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is below it, but not what inner units have taken, each with its path."""
+    """Yields `module` and the modules below it that belong to no inner unit, each with its path."""
     yield path, module
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, UnitModule):
@@ -67,7 +67,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
-    """Raises ValueError for a parameter that FP32 would round: nobody has asked for that."""
+    """Raises ValueError for a float64 parameter, which the default precision (FP32) would round."""
     for name, parameter in parameters.items():
         if parameter.dtype == torch.float64:
             raise ValueError(
@@ -81,7 +81,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Checks that a parameter can be put into a flat buffer.
 
     Raises:
-        ValueError: if it is something else than floating-point numbers in memory of its own.
+        ValueError: if it is not a dense floating-point tensor in memory of its own.
     """
     if is_lazy(parameter):
         raise ValueError(
@@ -111,11 +111,11 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
 
 
 def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """So that a unit that shares one of the parameters, or its module, can tell.
+    """Marks parameters and modules as taken, so that another unit that shares them can tell.
 
     Args:
-        parameters: by name; also those from the meta device that the bindings' have replaced, as another unit
-            may still hold one that was tied.
+        parameters: (name, parameter), including meta-device parameters that have been replaced: another
+            unit may still hold one that was tied.
     """
     for binding in bindings:
         for sites in binding.sites:
@@ -135,11 +135,10 @@ def _tied_message(name: str, other: str) -> str:
 def bindings_of(
     module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
 ) -> list[Binding]:
-    """Binds parameters that are treated alike together.
+    """Groups parameters that are treated alike, one `Binding` a group.
 
-    Trained and frozen parameters are apart, and so are those stored in FP8 and others, and those that
-    tensor-parallel ranks have parts of and those that all of them have.
-    Parameters that are one operand are neighbours.
+    Groups differ in training (trained or frozen), storage (FP8 or not) and placement (split over
+    tensor-parallel ranks, or whole on each of them).  Parameters that are one GEMM operand are neighbours.
     """
     parameters = list(parameters)
     joints = Joints(own_modules(module), parameters, tensor)
@@ -166,7 +165,7 @@ def bindings_of(
 def device_of(
     device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
 ) -> torch.device:
-    """`device`, with its index; by default, the one where the module's inner units and `parameters` are.
+    """Returns `device` with its index; by default the device of the module's inner units and parameters.
 
     Raises:
         ValueError: if they are on several devices, or on the meta device; if the ranks' backend cannot reach
@@ -192,7 +191,7 @@ def device_of(
 
 
 def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves and casts the buffers outside inner units; tied ones stay tied."""
+    """Moves and casts the buffers outside inner units; tied buffers stay tied."""
     prepared: dict[Tensor, Tensor] = {}
     for _, owner in own_modules(module):
         for name, buffer in owner._buffers.items():

@@ -32,18 +32,18 @@ class EMA:
             model.save_pretrained("average")
         checkpoint.save(path, model, optimizer, ema=ema)
 
-    Each rank has the part of the average that it has of the weights.  Weights that are frozen when this is
-    made are not copied, and buffers are not averaged.
+    The average is sharded like the weights.  Weights that are frozen when the EMA is made are not copied,
+    and buffers are not averaged.
 
     Args:
-        model: or the stages of a pipeline that this rank has; sharded or wrapped.  The average begins with
-            what its weights are now.
-        decay: from 0 to 1.
-        dtype: of the average.  16 bits lose what `1 - decay` makes smaller than their rounding.
+        model: a sharded or wrapped model, or this rank's stages of a pipeline.  The average starts from its
+            current weights.
+        decay: weight of the old average in each update, from 0 to 1.
+        dtype: dtype of the average.  16-bit dtypes lose updates smaller than their rounding.
 
     Attributes:
-        decay: of the next updates.
-        updates: how many there have been.
+        decay: the decay of coming updates.
+        updates: number of updates so far.
 
     Raises:
         ValueError: if the model is not sharded, all of it is frozen, or decay is out of range.
@@ -53,7 +53,7 @@ class EMA:
         self.decay, self.updates = _checked(decay), 0
         self.groups = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
         if not self.groups:
-            raise ValueError("EMA: all weights of the model are frozen, so that there is nothing to average")
+            raise ValueError("EMA: all weights of the model are frozen, so there is nothing to average")
         self.shards = [weights.to(dtype, copy=True) for weights in self._weights]
         self._frozen = [group for _, group in named_groups(model) if not group.trains]
         self._is_inside = False
@@ -64,20 +64,20 @@ class EMA:
 
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
-        """Takes the weights as they are now into the average: a few launches for the whole model.
+        """Updates the average with the current weights, in a few kernel launches for the whole model.
 
         Args:
-            decay: of this update alone, for a warm-up.
+            decay: used for this update only, for a warm-up.
 
         Raises:
-            RuntimeError: inside `averaged`; if weights are trained by now that were frozen.
+            RuntimeError: inside `averaged`; if weights are trained now that the EMA found frozen.
             ValueError: if decay is out of range.
         """
         self._require_outside("update")
         if any(group.trains for group in self._frozen):
             raise RuntimeError(
-                "weights are trained that were frozen when the EMA was made, and it has no average of them; "
-                "make it after they are unfrozen"
+                "weights that were frozen when the EMA was made are trained now, and it has no average of "
+                "them; make the EMA after they are unfrozen"
             )
         share = 1 - (self.decay if decay is None else _checked(decay))
         weights, dtype = self._weights, self.shards[0].dtype
@@ -85,20 +85,20 @@ class EMA:
             torch._foreach_lerp_(self.shards, weights, share)
         else:
             for average, weight in zip(self.shards, weights, strict=True):
-                # In the wider of the two.
+                # Compute in the wider of the two dtypes.
                 wide = torch.promote_types(dtype, weight.dtype)
                 average.copy_(average.to(wide).lerp_(weight.to(wide), share))
         self.updates += 1
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards the trained ones again, with the same bits.
+        """Context in which the model has the averaged weights; the trained ones come back bit for bit.
 
-        Collective: all ranks enter and leave together.  It may be evaluated and saved inside, not trained.
-        A copy of this rank's shards of the trained weights is kept meanwhile.
+        Collective: all ranks enter and leave together.  Evaluate and save inside; do not train.  Takes memory
+        for a copy of this rank's shards of the trained weights.
 
         Raises:
-            RuntimeError: inside of itself; at the end, if the weights were written to, which is dropped.
+            RuntimeError: if nested; at the end, if the weights were written to inside: the write is dropped.
         """
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
@@ -124,12 +124,12 @@ class EMA:
 
     @property
     def _versions(self) -> list[int]:
-        # Not the generations, which a save counts up, too.
+        # Generations would not do: a save counts them up, too.
         return [weights._version for weights in self._weights]
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> list[int]:
-        """Gives the weights these values, on all ranks; returns the versions that they have then."""
+        """Writes these values to the weights, on all ranks; returns the resulting versions."""
         _, first = self.groups[0]
         # Ranks that evaluate different weights would gather a mixture.
         declare(first.master.grid.shard, first.master.identify(Action.STORE), first.master.device)

@@ -1,4 +1,4 @@
-"""`FlatFSDP`: the wrapper a user sees.
+"""`FlatFSDP`: the wrapper class that users see.
 
 In:   a module, ranks, a policy.
 Out:  a module whose `parameters()` are flat shards that any optimizer can update.
@@ -37,7 +37,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     """Shards a module's parameters over ranks in one flat buffer, and gathers them where they are used.
 
     Takes every parameter below `module` that no inner FlatFSDP has taken, so wrap inner modules first
-    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, freed and reduced as a whole; one
+    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, freed and reduced as a whole.  One
     transformer layer is a good size.  The first one that is called becomes the root of those inside it.
 
     `parameters()` lists the flat FP32 shards; give them to any torch.optim optimizer after wrapping.  A
@@ -45,41 +45,42 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     units by `requires_grad_()`, at any time, on all ranks alike.
 
     Args:
-        module: the same on all ranks.
-        process_group: ranks to shard over; default: all, or this process alone without torch.distributed.
+        module: module to shard, the same on all ranks.
+        process_group: ranks to shard over; default: all ranks, or this process alone without
+            torch.distributed.
         mesh: instead of process_group: 1-D (shard), or 2-D (replicate, shard).
         device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
             the meta device, whose parameters are made and initialised unit by unit.
-        precision: dtypes of the stations of a parameter; default: FP32 everywhere.
+        precision: dtypes of parameters, compute, accumulation, reduction and buffers; default: FP32.
         shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
         reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
             False keeps them until the last microbatch's backward (ZeRO-2).
-        optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced.  False
-            is the baseline: autograd concatenates all gradients of a unit in every microbatch.  Both give
-            the same bits.
-        grad_sync: reduce-scatter gradients in the "last" microbatch's backward, or in "every" one's, which
-            needs no full-size gradient buffer between microbatches and moves M times the bytes.  Across the
-            replicas of a 2-D mesh they are reduced in the last one either way.
-        prefetch: units to gather ahead.
-        cpu_offload: master shards, their gradients and so the optimizer stay in host memory.
+        optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced.  False is
+            the baseline: autograd concatenates all gradients of a unit in every microbatch.  The bits are the
+            same.
+        grad_sync: "last" reduce-scatters gradients in the last microbatch's backward; "every" does so in each
+            microbatch's, which needs no full-size gradient buffer in between and moves M times the bytes
+            for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward either way.
+        prefetch: number of units to gather ahead, in forward and in backward.
+        cpu_offload: keep master shards, their gradients and therefore the optimizer state in host memory.
         tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
-            ranks, which have the same parts, as mesh or process_group.  What no layer has declared to be
-            split is taken to have the same value and the same gradient on all of tp_group.  `state_dict()`
-            and `summon_full_params()` have this rank's parts; `checkpoint.full_state_dict` has the whole.
+            ranks, which have the same parts, as mesh or process_group.  A parameter that no layer declares as
+            split must have the same value and the same gradient on all of tp_group.  `state_dict()` and
+            `summon_full_params()` give this rank's parts; `checkpoint.full_state_dict` gives whole tensors.
         param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
             `reset_parameters()`.  Seed all ranks alike.
-        check_collectives: every gather and reduction carries which unit it is for and why; ranks that do
-            different things raise, all of them, instead of computing with a mix of units.
+        check_collectives: check in every gather and reduction that all ranks run it for the same unit and
+            purpose; if they differ, all ranks raise instead of computing with a mix of units.
         rank_timeout: seconds that a rank waits for the others in such a gather or reduction before it raises
-            and names those that are missing; five times as long until the first step has ended.  Choose it
-            longer than what one rank ever does by itself, such as saving; `math.inf` waits as long as the
-            process group has it.
-        poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
+            and names the missing ranks; five times as long until the first step has ended.  Choose more than
+            a rank ever spends alone, in saving for example; `math.inf` leaves it to the process group's
+            timeout.
+        poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing saves.
 
     Attributes:
         module: the wrapped module.  Attributes not found here are looked up there.
         microbatch: which microbatch this is; shared with the inner units of a root.
-        ledger: bytes moved; shared likewise.
+        ledger: counter of the bytes moved; shared with the inner units of a root.
 
     Raises:
         ValueError: for parameters that cannot be sharded, naming them: not floating point, tied to one in
@@ -148,7 +149,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         return self.fsdp_state.ledger
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What the wrapper itself has been given may be replaced; "module" is not there before it is wrapped.
+        # Attributes set on the wrapper itself may be replaced; "module" does not exist before wrapping.
         if (
             isinstance(value, nn.Module)
             and name != "module"
@@ -180,7 +181,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @never_traced
     def _require_own_flats(self) -> None:
-        """Looks for flat parameters that were replaced by another tensor, which nothing would read."""
+        """Raises if a flat parameter was replaced by another tensor, which nothing would read."""
         state = self.fsdp_state
         for group in state.unit.groups:
             if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
@@ -239,7 +240,7 @@ _OF_ADAPTERS = (
     "load_adapter",
     "set_adapter",
 )
-"""What PEFT has, or reads, that finds modules by their names."""
+"""Attributes through which PEFT finds modules by name."""
 
 
 def _adapters_message(name: str) -> str:
@@ -254,5 +255,5 @@ def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether a module's hook is that of the `FlatFSDP` around it."""
+    """Whether `hook` is the one that `FlatFSDP` registers on the module it wraps."""
     return getattr(hook, "__func__", None) is FlatFSDP._check_gathered

@@ -1,4 +1,4 @@
-"""A unit's parameters as ordinary ones for a while: whole, in master precision, registered in the module.
+"""Shows a unit's parameters as ordinary ones for a while: whole, in master precision, in the module.
 
 In:   the flat groups of one unit.
 Out:  inside `whole_parameters`, what `summon_full_params` and `state_dict` show.
@@ -29,7 +29,7 @@ def state_dict_gathering() -> Gathering:
 
 @contextmanager
 def state_dicts_gathered(gathering: Gathering) -> Iterator[None]:
-    """Makes `state_dict()`, called inside by this thread, gather like this."""
+    """Context in which `state_dict()`, called by this thread, gathers to these ranks."""
     token = _of_state_dicts.set(gathering)
     try:
         yield
@@ -39,18 +39,18 @@ def state_dicts_gathered(gathering: Gathering) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-    """Makes the parameters of these groups ordinary ones.  Collective, at both ends.
+    """Context in which the parameters of these groups are ordinary ones.  Collective, at both ends.
 
     Args:
-        writeback: at the end, values that were changed, in place or by another parameter object, go to the
-            master shards; with `rank0_only` those of the first rank.  Not if the block raises.
+        writeback: at the end, write values that were changed, in place or by another parameter object, to the
+            master shards; with `rank0_only` the first rank's values.  Skipped if the block raises.
 
     Raises:
-        ValueError: at the end, if a parameter has been removed or replaced by one of another shape; if with
-            `rank0_only` some groups are spread over fewer ranks than others.
+        ValueError: at the end, if a parameter was removed or replaced by one of another shape; if with
+            `rank0_only` some groups are spread over fewer ranks than others.  Nothing is written back then.
         RuntimeError: at the end, if something else has written to a master shard meanwhile, or a parameter
-            was frozen or unfrozen; on the other ranks, if with `rank0_only` the first one fails.
-        Nothing is written back then.
+            was frozen or unfrozen; on the other ranks, if with `rank0_only` the first one fails.  Nothing is
+            written back then.
     """
     if gathering.rank0_only:
         require_same_ranks((group.master for group in groups), "gathering to one rank")
@@ -116,7 +116,7 @@ def _check_unchanged(groups: Sequence[FlatGroup], versions: Sequence[tuple[int, 
 
 
 def _collect(groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None]) -> None:
-    """Puts the values of parameter objects that were replaced into the buffers, after a check of all."""
+    """Copies the values of replaced parameter objects into the buffers, after checking all of them."""
     writes = [
         write
         for group, full in zip(groups, fulls, strict=True)

@@ -1,7 +1,7 @@
 """Finds the parameters of a unit that are one operand of a GEMM, of those that layers declare.
 
 In:   the modules of one unit, which declare joints (`contract/joint.py`), and its parameters.
-Out:  a `ParamJoint` for each set of parameters that can be one operand; their order; how they are stored.
+Out:  a `ParamJoint` for each set of parameters that can be one operand; parameter order; storage roles.
 Next: `claim.py` packs them side by side.
 """
 
@@ -30,14 +30,14 @@ class Joints:
     """The joints of one unit.
 
     Args:
-        modules: those of the unit, by path.
-        parameters: that the unit takes.
-        tensor: ranks that share the layers inside.
+        modules: the unit's modules, by path.
+        parameters: parameters that the unit takes.
+        tensor: tensor-parallel ranks that share the layers inside.
 
     Attributes:
-        found: whose parameters can be one operand.
-        read_in_fp8: (module, attribute) of parameters that a layer reads in FP8 only, through a joint that it
-            names in `fp8_weights()`.
+        found: the joints whose parameters can be one operand.
+        read_in_fp8: (module, attribute) of parameters that a layer reads in FP8 only, through a joint listed
+            in its `fp8_weights()`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Joints:
                 _say_once(type(owner).__name__, name, "one of its parameters is in another joint")
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters, those of a joint together where the first of them was."""
+        """Orders the parameters so that those of a joint follow its first one."""
         parts_of = {part: joint.parts for joint in self.found for part in joint.parts}
         ordered: dict[nn.Parameter, None] = {}
         for parameter in parameters:
@@ -82,10 +82,10 @@ class Joints:
         return list(ordered)
 
     def agreed(self, roles: Mapping[nn.Parameter, Role]) -> dict[nn.Parameter, Role]:
-        """How parameters are stored: those of a joint alike; in FP8 if all of them would be.
+        """Storage roles in which the parameters of a joint agree: FP8 if every one of them would be.
 
-        Those of a joint that cannot be are not stored in FP8: their layer multiplies with something else than
-        with what it has declared.
+        Parameters of a declared joint that cannot be one operand are not stored in FP8: their layer does not
+        multiply with the operand that it has declared.
         """
         agreed = {p: Role.COMPUTE if p in self._apart else role for p, role in roles.items()}
         for joint in self.found:
@@ -94,7 +94,7 @@ class Joints:
         return agreed
 
     def among(self, parameters: Iterable[nn.Parameter]) -> list[ParamJoint]:
-        """The joints of these parameters."""
+        """The joints whose parts are among these parameters."""
         members = set(parameters)
         return [joint for joint in self.found if joint.parts[0] in members]
 
@@ -108,7 +108,7 @@ def _declared(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, n
 def _why_not(
     parts: Sequence[nn.Parameter | None], parameters: set[nn.Parameter], tensor: Ranks
 ) -> str | None:
-    """Why these cannot be one operand; None if they can."""
+    """Reason why these parameters cannot be one operand; None if they can."""
     ours = [part for part in parts if part is not None and part in parameters]
     if len(ours) < len(parts):
         return "its parameters are not all in one unit"
@@ -126,5 +126,5 @@ def _why_not(
 
 @cache
 def _say_once(layer: str, joint: str, reason: str) -> None:
-    """Once for all layers of a model."""
+    """Logs the reason once for all equal layers of a model."""
     logger.warning("%s.%s is not one operand: %s; the layer multiplies with them apart", layer, joint, reason)

@@ -1,4 +1,4 @@
-"""Memory of a model: every buffer of the engine, who owns it, when it lives.
+"""Memory of a model: every buffer of the engine, its owner and its lifetime.
 
 In:   the units of one model.
 Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
@@ -28,7 +28,7 @@ class Size(NamedTuple):
     """Length and dtype of one buffer.
 
     Attributes:
-        placement: on tensor-parallel ranks; None without them.
+        placement: whether tensor-parallel ranks split it or each have all of it; None without them.
     """
 
     numel: int
@@ -46,11 +46,11 @@ class MemoryRow:
     """Buffers of one kind, dtype and placement on this rank.
 
     Attributes:
-        placement: on tensor-parallel ranks, of what the buffers are for; None without them.
-        count: of buffers.
-        total: bytes of all of them.
-        at_a_time: bytes of those that are there together, at most.
-        lives: from when to when.
+        placement: whether tensor-parallel ranks split the parameters of these buffers; None without them.
+        count: number of buffers.
+        total: bytes of all these buffers.
+        at_a_time: largest number of bytes that exist at one time.
+        lives: lifetime, in words.
     """
 
     buffer: str
@@ -73,9 +73,10 @@ class MemoryReport:
     """Memory that one model takes on this rank's device, in bytes.
 
     Attributes:
-        static: what is there between two steps, without gradients, but for those that replays keep.
+        static: bytes that stay allocated between two steps, without gradients other than those that replays
+            keep.
         peak: the sum of `at_a_time`.  Activations come on top; those of recorded microbatches are in the row
-            of their pool, beside buffers of other rows that come and go in recordings.
+            of their memory pool, beside buffers of other rows that live only within a recording.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -110,17 +111,17 @@ _OF_REPLAYS = (
     ("main_grad", "main_grad", "MainGrad"),
     ("reduced_grad", "reduced gradient", "FlatGroup"),
 )
-"""What may be kept at one address for recorded microbatches: name in `GroupSizes`, buffer and owner."""
+"""Buffers that recorded microbatches may keep at one address: name in `GroupSizes`, buffer and owner."""
 
 
 class GroupSizes(NamedTuple):
-    """Buffers of one flat group on this rank's device; None: there is none, or it is in host memory.
+    """Sizes of one flat group's buffers on this rank's device; None: no such buffer, or in host memory.
 
     Attributes:
         flat_buffer: gathered parameters.
-        transposed: of FP8 weights.
-        main_grad: unsharded, of all microbatches.
-        stay: names of those that recorded microbatches keep for good, of the last four.
+        transposed: transposes of FP8 weights.
+        main_grad: unsharded gradients, summed over microbatches.
+        stay: names of the buffers, of the last four fields, that recorded microbatches keep for good.
     """
 
     master: Size | None
@@ -132,11 +133,11 @@ class GroupSizes(NamedTuple):
     stay: frozenset[str] = frozenset()
 
     def passing(self, name: str) -> Size | None:
-        """Size of the buffer of this name, if it comes and goes."""
+        """Size of the buffer of this name if it is freed in between; None otherwise."""
         return None if name in self.stay else getattr(self, name)
 
     def staying(self, name: str) -> Size | None:
-        """Its size if it is there for good."""
+        """Size of the buffer of this name if it stays for good; None otherwise."""
         return getattr(self, name) if name in self.stay else None
 
 
@@ -158,12 +159,12 @@ def units_ahead(prefetch: Prefetch) -> int:
 def report_of(
     units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None
 ) -> MemoryReport:
-    """The rows of buffers of these sizes.
+    """Makes a report of buffers of these sizes.
 
     Args:
-        units: the root's own first.
-        state: of the optimizer.
-        ahead: units that are gathered beside the one which computes; None: all stay until the last
+        units: sizes of each unit's groups, the root's own first.
+        state: sizes of the optimizer's state.
+        ahead: number of units gathered beside the running one; None: all units stay gathered until the last
             microbatch.
     """
     groups = [group for unit in units for group in unit]
@@ -203,7 +204,7 @@ def report_of(
 
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:
-    """Sizes of what a group has all the time, and of what appears in a step."""
+    """Sizes of a group's permanent buffers, and of those that appear in a step."""
     placement = None if group.grid.tensor.size == 1 else group.layout.placement
     shard = group.compute_shard
     master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
@@ -227,7 +228,7 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
 
 
 def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a group has now, by their names in the report."""
+    """Yields the buffers that a group has now, with their names in the report."""
     yield "master shard", group.master.flat
     yield "compute shard", group.compute_shard.tensor
     if group.buffer is not None:
@@ -258,7 +259,7 @@ def _staying(group: FlatGroup) -> Iterator[str]:
 
 
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
-    """What it keeps for these groups, of all those that it updates, such as other stages'."""
+    """Sizes of the optimizer's state for these groups; it may also update others, such as other stages'."""
     for master in (group.master for group in groups):
         for portion in master.portions:
             for value in optimizer.state.get(portion.parameter, {}).values():
@@ -267,7 +268,7 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
 
 
 def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
-    """What recorded microbatches allocate and free: activations, and buffers that come and go in them."""
+    """Rows of the recordings' memory pools: activations, and buffers that live only within a recording."""
     if pools:
         total = sum(pools)
         yield MemoryRow(
@@ -276,7 +277,7 @@ def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
 
 
 def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:
-    """One a dtype and placement, of buffers that all live at the same time."""
+    """One row a dtype and placement, for buffers that all live at the same time."""
     by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
     for size in sizes:
         if size is not None:
@@ -288,7 +289,7 @@ def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> 
 def _unsharded(
     buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
 ) -> Iterator[MemoryRow]:
-    """Rows of what the root, a running unit and those gathered ahead of it have at a time.
+    """Rows of buffers that the root, the running unit and those gathered ahead have at one time.
 
     They are rows of all units if parameters stay until the last microbatch.
     """
@@ -300,5 +301,5 @@ def _unsharded(
 
 
 def largest_window(sizes: Sequence[int], ahead: int) -> int:
-    """The largest sum of one and those that follow it."""
+    """Largest sum of `ahead` + 1 consecutive sizes."""
     return max((sum(sizes[start : start + 1 + ahead]) for start in range(len(sizes))), default=0)

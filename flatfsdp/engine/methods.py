@@ -1,6 +1,6 @@
-"""What a sharded module can do beside being called, wrapped or in place: the methods of both forms.
+"""Methods of a sharded module, wrapped or in place.
 
-In:   a module that is a unit, and what its `fsdp_state` knows.
+In:   a module that is a unit, with its `fsdp_state`.
 Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that is sharded in place.
 """
 
@@ -28,7 +28,7 @@ M = TypeVar("M", bound="UnitMethods")
 
 
 class Unsharding:
-    """A unit's parameters, which are on their way."""
+    """Handle on a unit's parameters that are being gathered."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -49,27 +49,28 @@ class UnitMethods(UnitModule):
 
     @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a root's forward computes with, in place of what it was given."""
+        """Casts floating-point inputs of the root's forward to the compute dtype."""
         return cast_floats((args, kwargs), self.fsdp_state.policy.precision.compute)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards that run inside accumulate gradients and publish none.
+        """Context in which backwards accumulate gradients and publish none.
 
-        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
-        then a shard without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last backward adds up.
+        Until then the `.grad` of a shard without a gradient is a marker.  Reading it raises.  An optimizer
         that zeroes it, or sets it to None, drops what was accumulated.
         """
         return root_of(self).microbatch.not_last()
 
     def set_is_last_backward(self, is_last: bool) -> None:
-        """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
+        """Sets whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         root_of(self).microbatch.is_last = is_last
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether the next backwards reduce gradients; FSDP2's name for `set_is_last_backward`.
 
         Args:
-            recurse: True: all units of a model begin and end a step together.
+            requires_gradient_sync: whether the next backwards reduce gradients.
+            recurse: must be True if there are units inside: all units of a model step together.
 
         Raises:
             ValueError: for recurse=False, if there are units inside.
@@ -86,15 +87,20 @@ class UnitMethods(UnitModule):
     ) -> Tensor:
         """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
 
-        Call it on the root, for the norm of the whole model.  Collective.  For the norm of several stages of
-        a pipeline: `flatfsdp.parallel.clip_grad_norm_`.
+        Call it on the root: the norm is that of the whole model.  Collective.  For several stages of a
+        pipeline use `flatfsdp.parallel.clip_grad_norm_`.
+
+        Args:
+            max_norm: largest norm afterwards, not negative.
+            norm_type: order of the norm, positive; `math.inf` for the largest magnitude.
+            error_if_nonfinite: raise if the norm is not finite, instead of scaling by it.
 
         Returns:
             The norm over all ranks before scaling, 0-dim, in FP32 at least.
 
         Raises:
-            RuntimeError: if all gradients are accumulated and not yet reduced; if the norm is not finite and
-                `error_if_nonfinite`, on all ranks.
+            RuntimeError: if all gradients are accumulated and not yet reduced; on all ranks, if the norm is
+                not finite under `error_if_nonfinite`.
             ValueError: if max_norm is negative or norm_type not positive; if some units are spread over fewer
                 ranks than others; if this is a stage of a pipeline.
         """
@@ -112,7 +118,7 @@ class UnitMethods(UnitModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what was accumulated and not reduced, and clears `main_grad` of shards."""
+        """Resets gradients, also `main_grad` of shards and what was accumulated and not yet reduced."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
             wrapped.fsdp_state.unit.drop_gradients()
@@ -122,11 +128,13 @@ class UnitMethods(UnitModule):
     def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
         """Divides gradients by `predivide` before and by `postdivide` after their sum over ranks.
 
-        In place of the mean.  predivide * postdivide = number of ranks gives the mean again, with a sum that
-        stays inside the range of a narrow `Precision.reduce`.
+        This replaces the mean.  predivide * postdivide = number of ranks gives the mean again, through sums
+        that stay inside the range of a narrow `Precision.reduce`.
 
         Args:
-            recurse: for the units inside as well.
+            predivide: divisor before the sum, positive.
+            postdivide: divisor after the sum, positive.
+            recurse: also for the units inside.
 
         Raises:
             ValueError: if a factor is not positive.
@@ -137,30 +145,30 @@ class UnitMethods(UnitModule):
                 group.division = division
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-        """Every buffer that this model has on this rank's device: bytes, owner, when it lives.
+        """Lists every buffer of this model on this rank's device: bytes, owner and lifetime.
 
             print(model.memory_report(optimizer))
 
         Call it on the root; collective the first time.
 
         Args:
-            optimizer: its state for this model is listed, too; it has some after the first step.
+            optimizer: list its state for this model, too, which exists after the first step.
         """
         return memory_report(root_of(self), self.fsdp_state.policy.prefetch, optimizer)
 
     # ---- whole parameters for a while -------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> Unsharding | None:
-        """Gathers this unit's own parameters, until it is next used or `reshard()` is called.  Collective.
+        """Gathers this unit's own parameters until its next use or `reshard()`.  Collective.
 
-        `module.weight` is whole until then, in compute precision; what is written to it is lost.  Those of
-        the units inside stay sharded.
+        `module.weight` is whole until then, in compute precision; writes to it are lost.  Units inside stay
+        sharded.
 
         Args:
-            async_op: only starts to gather them.
+            async_op: start the gather and return without waiting.
 
         Returns:
-            With async_op, what waits for them: its `wait()`, or the unit's next forward.
+            With async_op, a handle whose `wait()` waits, as the unit's next forward does; otherwise None.
         """
         root_of(self)
         unit = self.fsdp_state.unit
@@ -177,10 +185,10 @@ class UnitMethods(UnitModule):
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Inside, all parameters of the model stay gathered, and its forwards are not collective.
+        """Context in which all parameters of the model stay gathered, and forwards are not collective.
 
-        So each rank may generate text of its own length, or the first one alone.  Collective at the
-        beginning.  An optimizer step inside makes the next forward gather again.
+        Each rank may then generate text of its own length, or the first one alone.  Collective at the
+        beginning.  After an optimizer step inside, the next forward gathers again.
 
         Raises:
             RuntimeError: inside a forward or backward.
@@ -198,23 +206,22 @@ class UnitMethods(UnitModule):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> Iterator[None]:
-        """Inside, the module has its ordinary parameters: whole, in master precision, by their names.
+        """Context in which the module has its ordinary parameters: whole, in master precision.
 
-        `parameters()` and `named_parameters()` list them, under the names they had before the model was
-        sharded, and no shards.  Collective, at both ends.  Gradients are not summoned.
+        `parameters()` and `named_parameters()` list them under the names they had before the model was
+        sharded, and list no shards.  Collective, at both ends.  Gradients are not summoned.
 
         Args:
-            recurse: also those of the units inside.
-            writeback: at the end, changed values, in place or by another parameter object, go to the shards;
-                a parameter changed differently on several ranks ends up in parts of each.
+            recurse: also summon the parameters of the units inside.
+            writeback: at the end, write values that were changed, in place or by another parameter object, to
+                the shards.  If ranks changed a parameter differently, each rank's shard keeps its own values.
             rank0_only: only the first rank gets them, and it alone writes back.
-            offload_to_cpu: in host memory; the device then holds no more than one unit at a time.
+            offload_to_cpu: put them in host memory; the device then holds at most one unit at a time.
 
         Raises:
-            RuntimeError: inside a forward or backward; at the end, if shards were changed inside the block by
-                something else (an optimizer, a loader), which writing back would undo; on the other ranks, if
-                the first one raises inside the block under rank0_only; in a block without writeback, for one
-                with it.
+            RuntimeError: inside a forward or backward; at the end, if something else (an optimizer, a loader)
+                has changed shards, which writing back would undo; on the other ranks, if the first one raises
+                under rank0_only; with writeback inside a block without writeback.
             ValueError: at the end, if a parameter has been removed or given another shape; no parameter is
                 written back then.
         """
@@ -265,7 +272,7 @@ class UnitMethods(UnitModule):
 
 @contextmanager
 def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-    """Ordinary parameters in these units, but for those that have them already."""
+    """Context in which these units have ordinary parameters; units that have them already are left alone."""
     fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
     groups = [group for unit in fresh for group in unit.fsdp_state.unit.groups]
     with whole_parameters(groups, gathering, writeback=writeback):
@@ -289,6 +296,6 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
 
 
 def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
-    """The flat parameters that a wrapper has registered, by their names in it; none in place."""
+    """The flat parameters that a wrapper has registered, by attribute name; none in place."""
     own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.unit.groups)
     return {name: flat for name, flat in own if unit._parameters.get(name) is flat}

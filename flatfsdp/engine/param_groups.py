@@ -1,8 +1,8 @@
-"""Optimizer settings per parameter, although buffers are flat; and what an optimizer may write beside them.
+"""Optimizer settings per parameter over flat buffers; the targets that an optimizer may write besides.
 
 In:   a model, and which parameters get which options.
-Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards; of a model that is
-      sharded in place, its views.
+Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards; for a model that
+      is sharded in place, its views.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
 
-    A model that is sharded in place has its portions already, one for each parameter (`parameters()`): those
-    are returned, and nothing is cut.
+    A model that is sharded in place has one portion for each parameter already (`parameters()`): those are
+    returned, and nothing is cut.
 
     Args:
         model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
             Collective when it is first used.
         groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
-            A parameter belongs to the first group that selects it; of a tied one, the first name counts; of
-            one that is split over tensor-parallel ranks, the shape of the whole.
+            A parameter belongs to the first group that selects it.  A tied parameter goes by its first name,
+            and one that is split over tensor-parallel ranks by the shape of the whole.
 
     Returns:
-        As many groups, and a last one without options for what none has selected, if there is any.  A group
-        is empty on ranks whose shards hold nothing of it, but for empty views.
+        One group for each of `groups`, and a last one without options for parameters that none has selected,
+        if there are any.  A group has nothing but empty views on ranks whose shards hold none of it.
 
     Raises:
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
@@ -109,7 +109,7 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
 
 
 def _choose(shapes: Iterable[str], selections: Sequence[set[str]]) -> dict[str, int]:
-    """The number of the first selection each name is in, or how many selections there are."""
+    """Maps each name to the index of the first selection that has it, or to the number of selections."""
     return {
         name: next((i for i, names in enumerate(selections) if name in names), len(selections))
         for name in shapes
@@ -117,7 +117,7 @@ def _choose(shapes: Iterable[str], selections: Sequence[set[str]]) -> dict[str, 
 
 
 def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Portion]]:
-    """This rank's portions: runs of slots with one index, each up to where the next run begins."""
+    """This rank's portions: runs of slots with the same index, each up to where the next run begins."""
     slots, length = master.layout.slots, master.flat.numel()
     first = master.grid.shard.rank * length
     starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1]]
@@ -130,7 +130,7 @@ def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Por
 
 
 def attach_targets(group: FlatGroup) -> None:
-    """Gives the parameters that an optimizer has of this group their `flat_shard`, and `viewed_shard`."""
+    """Gives `flat_shard` and `viewed_shard` to the parameters of this group that an optimizer has."""
     viewed = GroupViews(group) if group.master.has_views else None
     for parameter, start, stop in group.master.portions:
         FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
@@ -142,7 +142,7 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
     """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
 
     Raises:
-        RuntimeError: if there are none, and others are accumulated and not yet reduced.
+        RuntimeError: if there are none, and accumulated ones wait to be reduced.
     """
     groups = [group for _, group in named_groups(model) if group.main_grad is not None]
     unreduced = next((group.name for group in groups if group.has_unreduced), None)
@@ -157,7 +157,7 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
 def uncut_shapes(parameter: Tensor) -> list[tuple[int, ...]]:
     """Whole shapes of the parameters of which an optimizer has this rank's part, on all ranks alike.
 
-    Of what is listed by `parameters()`; none of a portion that `param_groups` has cut.
+    For parameters that `parameters()` lists; empty for a portion that `param_groups` has cut.
     """
     shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
     if shape is not None:
@@ -215,7 +215,7 @@ class PortionTarget:
         return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
-        """Elements whose largest magnitude is wanted, and where to put it; see `FlatShard`."""
+        """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
         group = self._group
         if group.fp8 is None or group.master.is_offloaded:
             return []
@@ -228,17 +228,17 @@ class PortionTarget:
         return [slot.whole_shape for slot in master.layout.slots] if parameter is master.flat else []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the parameter, pickled or not, is an ordinary one."""
+        """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
         return _no_target, ()
 
     def cast_done(self) -> None:
-        """Says that parameter, `compute` and amaxes have been written from the same values."""
+        """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
         if not self._group.master.is_offloaded:
             self._group.compute_shard.portion_done(self._start, self._stop)
 
 
 class GroupViews:
-    """One group's master shard, which is sharded in place, as a `ViewedShard`."""
+    """The master shard of a group that is sharded in place, as a `ViewedShard`."""
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
@@ -262,7 +262,7 @@ class GroupViews:
 
     @property
     def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """The views of the master shard, with their first and last elements."""
+        """Views of the master shard, each with its start and stop in the shard."""
         return self._group.master.portions
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""`UnitModule` and its `UnitState`; and the root, units, flat groups and parameter names of a model.
+"""`UnitModule` and its `UnitState`; the root, units, flat groups and parameter names of a model.
 
-In:   a module, and where, over which ranks and how its parameters are to be kept.
-Out:  what finds all units of a model, each with the prefix that the names of its parameters have.
+In:   a module, with its policy, ranks and device.
+Out:  functions that find all units of a model, each with the prefix of its parameters' names.
 Next: `build.py` takes the parameters, `call.py` runs the module.
 """
 
@@ -29,20 +29,20 @@ from flatfsdp.policy import Policy
 
 @dataclass(eq=False)
 class UnitState:
-    """What the engine knows of one sharded module: the one attribute through which others ask.
+    """Engine state of one sharded module: the one attribute through which others ask.
 
     Attributes:
-        policy: what the user has decided.
+        policy: settings that the user has chosen.
         grid: the ranks over which its parameters are sharded, replicated and split.
-        device: where it computes and communicates.
+        device: device that it computes and communicates on.
         unit: its flat groups, in forward and backward.
         microbatch: which microbatch this is; shared with the inner units of a root.
-        ledger: bytes moved; shared likewise.
-        outer: the module around it that was sharded in place, too; None for the outermost, and for wrappers.
-        root: state of the whole model; None before the model is used, see `root_of`.
-        uses: how many calls of the module, or of a part of it, run now.
-        is_whole: whether its parameters are ordinary ones now, inside `summon_full_params`.
-        writes_back: whether they are written back at the end of that.
+        ledger: counter of bytes moved; shared with the inner units of a root.
+        outer: the module around it that was sharded in place; None for the outermost one and for wrappers.
+        root: state of the whole model; None before the model is used.
+        uses: number of running calls of the module, or of parts of it.
+        is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
+        writes_back: whether these are written back at the end.
     """
 
     policy: Policy
@@ -62,16 +62,17 @@ class UnitModule(Guarded):
     """A sharded module, wrapped or in place, for code that walks over a model.
 
     Attributes:
-        fsdp_state: what the engine knows of it.
+        fsdp_state: engine state of the module.
     """
 
     fsdp_state: UnitState
 
     def _join(self, root: Root, outermost: UnitModule) -> None:
-        """Called once, when the model is first used.
+        """Joins a root, once, when the model is first used.
 
         Args:
-            outermost: the module whose root this is; perhaps this one.
+            root: state that all units of the model share.
+            outermost: the root's module; may be this one.
         """
         state, shared = self.fsdp_state, outermost.fsdp_state
         state.root = state.unit.root = root
@@ -79,19 +80,19 @@ class UnitModule(Guarded):
 
 
 def root_of(wrapped: UnitModule) -> Root:
-    """State of the model that `wrapped` is part of; the first call makes `wrapped` the root of all inside it.
+    """Returns the root of `wrapped`; the first call makes `wrapped` the root of all units inside it.
 
     Collective the first time: checks that all ranks have built the same model, and makes replicas equal.
 
     Raises:
-        RuntimeError: on all ranks, if they have not.
-        ValueError: if units inside have settings that the whole model shares, and others than the root's.
+        RuntimeError: on all ranks, if the ranks have built different models.
+        ValueError: if units inside differ from the root in settings that the whole model must share.
     """
     state = wrapped.fsdp_state
     if state.root is not None:
         return state.root
     if state.outer is not None and (outer := state.outer()) is not None:
-        # A layer, called before the model it is in.
+        # A layer that is called before the model around it.
         return root_of(outer)
     inside: dict[UnitModule, str] = {}
     for prefix, unit in units_in(wrapped):
@@ -105,7 +106,7 @@ def root_of(wrapped: UnitModule) -> Root:
     timeout = state.policy.rank_timeout
     number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device, timeout)
     if any(group.grid.num_ranks > state.grid.num_ranks for group in groups):
-        # Ranks of other roots share units inside, and have agreed on another number.
+        # Ranks of other roots, which have agreed on another number, share units inside.
         number = 0
     wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
@@ -119,7 +120,7 @@ def root_of(wrapped: UnitModule) -> Root:
         [unit.fsdp_state.unit for unit in inside],
         state.device,
         state.policy.prefetch,
-        # With nothing to shard there is no shard to keep a sum in.
+        # Without sharding there is no shard to keep a sum in.
         state.policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
         state.microbatch,
         state.ledger,
@@ -133,13 +134,15 @@ def root_of(wrapped: UnitModule) -> Root:
 
 
 def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> None:
-    """Checks what is the whole model's.
+    """Checks settings that the whole model must share.
 
     Args:
-        name: of the unit inside.
+        inner: state of a unit inside.
+        outer: state of the root.
+        name: name of the unit inside.
 
     Raises:
-        ValueError: if it is set otherwise there.
+        ValueError: if one of them differs.
     """
     if inner.device != outer.device:
         raise ValueError(f"unit {name} is on {inner.device}, but its root on {outer.device}")
@@ -152,14 +155,14 @@ def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> Non
 
 
 Model = nn.Module | Sequence[nn.Module]
-"""A model, or the stages of one that this rank has, in which layers have the names of the whole model."""
+"""A model, or this rank's stages of one, in which layers have the names of the whole model."""
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
-    """Every unit in `module`, itself included, in registration order.
+    """Yields every unit in `module`, itself included, in registration order, with its name prefix.
 
-    Each with the prefix of its parameters' original names: "" for `module` itself, else such as "blocks.0.".
-    One that has two paths comes up twice.
+    The prefix is that of its parameters' original names: "" for `module` itself, otherwise such as
+    "blocks.0.".  A unit with two paths comes up twice.
     """
     for prefix, each in prefixed_modules(module):
         if isinstance(each, UnitModule):
@@ -167,7 +170,7 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
 
 
 def stages_of(model: Model) -> list[nn.Module]:
-    """The stages, or the one model."""
+    """List of the stages, or of the one model."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
 

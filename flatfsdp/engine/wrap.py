@@ -18,16 +18,16 @@ WrapPolicy = Callable[[str, nn.Module, int], bool]
 
 
 def by_class(*classes: type[nn.Module]) -> WrapPolicy:
-    """Every module of one of these classes; for transformers, the layer's class."""
+    """Policy that picks every module of one of these classes, such as a transformer's layer class."""
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         raise ValueError(f"by_class takes one or more nn.Module classes, not {classes!r}")
     return lambda name, module, numel: isinstance(module, classes)
 
 
 def by_size(min_numel: int) -> WrapPolicy:
-    """Every module that still has at least `min_numel` parameters of its own and its children.
+    """Policy that picks every module with at least `min_numel` parameters that no inner unit has taken.
 
-    Containers whose `forward` is never called (ModuleList, ModuleDict) stay as they are.
+    Containers whose `forward` is never called (ModuleList, ModuleDict) are not picked.
     """
     if min_numel < 1:
         raise ValueError(f"by_size takes a positive number of parameters, not {min_numel}")
@@ -39,7 +39,7 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
     """Makes a unit of every module the policy picks, inner ones first, and of the whole model at the end.
 
     Args:
-        model: changed in place.
+        model: model to wrap; changed in place.
         policy: `by_class`, `by_size`, or any callable of (name, module, numel).  It is not asked about the
             parts of nn.MultiheadAttention.
         fsdp_options: passed to every `FlatFSDP`.
@@ -49,15 +49,15 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
 
     Raises:
         TypeError: if the policy is a class or cannot be called.
-        ValueError: as `FlatFSDP`, with the unit's name.  If the policy picks nothing: the whole model would
-            be one unit, which is never freed between forward and backward.
+        ValueError: as `FlatFSDP`, with the unit's name; if the policy picks nothing, as the whole model would
+            then be one unit, which is never freed between forward and backward.
     """
     make_units(pick_units(model, policy), partial(FlatFSDP, **fsdp_options))
     return FlatFSDP(model, **fsdp_options)
 
 
 Place = tuple[nn.Module, str]
-"""A module, and the name of a child that it has."""
+"""A module, and the name of one of its children."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Picked:
 
     Attributes:
         name: its path in the model.
-        places: where it is a child; a module that is shared is in several places.
+        places: places where it is a child: several for a shared module.
     """
 
     name: str
@@ -91,7 +91,7 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
                 continue
             name = f"{prefix}{child_name}"
             if child not in picked:
-                # It computes with its children's parameters, without calling them.
+                # MultiheadAttention computes with its children's parameters without calling them.
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")
                 left = _parameters_below(child) - taken
@@ -114,8 +114,8 @@ def make_units(picked: dict[nn.Module, Picked], make: Callable[[nn.Module], Unit
     """Makes a unit of every module that was picked.
 
     Args:
-        picked: see `pick_units`.
-        make: returns the unit, which takes the module's places if it is another object.
+        picked: the modules to make units of, from `pick_units`.
+        make: function that makes the unit; if it returns another object, that takes the module's places.
 
     Raises:
         ValueError: as `make`, with the unit's name.
@@ -124,7 +124,7 @@ def make_units(picked: dict[nn.Module, Picked], make: Callable[[nn.Module], Unit
         try:
             unit = make(module)
         except ValueError as error:
-            # It names parameters as they are called inside the unit.
+            # The message names parameters as they are called inside the unit.
             raise ValueError(f"{pick.name}: {error}") from error
         if unit is not module:
             for parent, child_name in pick.places:

@@ -4,8 +4,8 @@ packed.py               values as tensors and JSON, and back
 transformer_engine.py   Transformer Engine's modules, which pickle theirs
 modules.py              all modules of a model, for `saving.py` and `loading.py`
 
-A checkpoint holds what can be read without executing anything.  A pickle is therefore opened where it was
-made, in the process that saves, and made anew in the one that loads.
+A checkpoint holds only data that can be read without executing anything.  So the process that saves unpickles
+its own modules' pickles, and the process that loads makes them anew.
 """
 
 from flatfsdp.checkpoint.extra_state.modules import (

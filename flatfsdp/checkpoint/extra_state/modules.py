@@ -1,4 +1,4 @@
-"""The extra state of all modules of a model, in a sharded checkpoint.
+"""Stores the extra state of all modules of a model in a sharded checkpoint.
 
 In:   a model, or the stages of a pipeline that this rank has.
 Out:  tensors by module, which `saving.py` writes; places for them, which `loading.py` fills.
@@ -26,20 +26,20 @@ from flatfsdp.engine.units import Model, stages_of
 _logger = logging.getLogger(__name__)
 
 SECTION = "modules"
-"""Key of all of it in a checkpoint, beside "model" and "optimizer"."""
+"""Key of all extra state in a checkpoint, beside "model" and "optimizer"."""
 
 Packed = dict[str, Tensor]
 """One module's extra state; see `pack`."""
 
 
 def extra_state_dict(model: Model) -> dict[str, Packed]:
-    """What the checkpoint holds, by the names of modules.  Collective over all ranks.
+    """Extra state to save, by the names of modules.  Collective over all ranks.
 
-    Each module's state is returned on the first of the ranks that have the module.  If another one has other
-    values, a warning names the module: they are lost.
+    Each module's state is returned on the first of the ranks that have the module.  If another rank has
+    different values, these are lost, and a warning names the module.
 
     Raises:
-        TypeError: on every rank, if a module's state has more than tensors and plain values, naming it.
+        TypeError: on every rank, naming the module, if its state has more than tensors and plain values.
     """
     with raising_on_all(model):
         own = {name: _packed(name, module) for name, module in _owners(model)}
@@ -67,7 +67,7 @@ def extra_state_dict(model: Model) -> dict[str, Packed]:
 def check_extra_fits(metadata: Metadata, model: Model, accept: Collection[str]) -> None:
     """Compares the names of modules.  Collective over all ranks.
 
-    A module whose state was not saved keeps its own, as before its first step.
+    A module whose state was not saved keeps its own, as it does before a first step.
 
     Raises:
         ValueError: on every rank, if the checkpoint has the state of a module that no stage has, unless
@@ -85,7 +85,7 @@ def check_extra_fits(metadata: Metadata, model: Model, accept: Collection[str]) 
 
 
 def places_of_extra_state(metadata: Metadata) -> dict[str, Packed]:
-    """Tensors for all that the checkpoint has, the same on all ranks; they are small."""
+    """Allocates tensors for all extra state in the checkpoint, on all ranks alike; they are small."""
     return {
         name: {
             key: torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
@@ -96,10 +96,10 @@ def places_of_extra_state(metadata: Metadata) -> dict[str, Packed]:
 
 
 def unpacked_extra_state(model: Model, read: Mapping[str, Packed]) -> dict[str, Any]:
-    """What was read, as this rank's modules take it; nothing is changed.
+    """Converts what was read to the values that this rank's modules take; changes nothing.
 
     Raises:
-        ValueError: if it is not what a save writes, naming the module.
+        ValueError: naming the module, if a value is not what a save writes.
     """
     values = {}
     for name, module in _owners(model):

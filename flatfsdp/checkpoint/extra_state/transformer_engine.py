@@ -1,9 +1,9 @@
-"""Transformer Engine's extra state: a pickle in a tensor of bytes, with scales, histories and a recipe.
+"""Transformer Engine's extra state: a pickle in a byte tensor, with scales, histories and a recipe.
 
-In:   what a module's `get_extra_state` has returned in this process, or what a checkpoint holds of it.
+In:   the result of a module's `get_extra_state` in this process, or what a checkpoint holds of it.
 Out:  a dict of tensors, numbers and a recipe; the bytes that `set_extra_state` takes.
 
-As `TransformerEngineBaseModule` and `BasicOperation` of Transformer Engine 2.20 have it.
+The format is that of `TransformerEngineBaseModule` and `BasicOperation` in Transformer Engine 2.20.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def is_of_transformer_engine(module: nn.Module) -> bool:
 
 
 def opened(extra_state: Tensor) -> Any:
-    """What the bytes hold, which this process has just pickled itself; None if there are none."""
+    """Unpickles bytes that this process itself has just pickled; None if there are none."""
     return pickle.loads(extra_state.numpy(force=True).tobytes()) if extra_state.numel() else None
 
 
 def sealed(content: Any) -> Tensor:
-    """The bytes that a module's `set_extra_state` takes."""
+    """Pickles a value to the bytes that a module's `set_extra_state` takes."""
     data = b"" if content is None else pickle.dumps(content)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 @contextmanager
 def unpickling() -> Iterator[None]:
-    """Lets Transformer Engine unpickle, inside, what `sealed` has made of tensors and numbers."""
+    """Context in which Transformer Engine may unpickle what `sealed` made from tensors and numbers."""
     before = os.environ.get(_MAY_UNPICKLE)
     os.environ[_MAY_UNPICKLE] = "1"
     try:
@@ -57,7 +57,7 @@ def unpickling() -> Iterator[None]:
 
 
 def _take_apart(value: Any) -> Record | None:
-    """Recipes, and what they consist of, are dataclasses and enumerations of one module."""
+    """Makes a record of a recipe, or a part of one: dataclasses and enumerations of one module."""
     if type(value).__module__ != _RECIPES:
         return None
     if isinstance(value, Enum):
@@ -80,4 +80,4 @@ def _make(record: Record) -> Any:
 
 
 RECIPES = Records(_take_apart, _make)
-"""Transformer Engine's recipes, which a checkpoint names; nothing else is made of what it says."""
+"""Transformer Engine's recipes that a checkpoint may name; nothing else is built from its contents."""

@@ -1,1 +1,1 @@
-"""Launches that carry what they are for, so that ranks which do different things raise."""
+"""Collective launches that carry their purpose, so that ranks which do different things raise."""

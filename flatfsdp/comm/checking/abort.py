@@ -1,4 +1,4 @@
-"""The end of process groups whose collectives will not end by themselves."""
+"""Aborts process groups whose collectives will never end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from flatfsdp.comm.ranks import Ranks
 
 ABORT_SECONDS = 10.0
-"""How long the main thread waits for NCCL to end what is under way."""
+"""Seconds that the main thread waits for NCCL to end running collectives."""
 
 
 def abort(communicators: Iterable[Ranks], device: torch.device) -> None:
-    """Ends what is under way over these ranks with NCCL; nobody can use their process groups any more.
+    """Aborts the running NCCL collectives over these ranks; their process groups are unusable afterwards.
 
-    All at once: NCCL gives memory back, for which CUDA waits for all kernels, another communicator's, too.
+    Aborts all communicators at once: NCCL frees memory, and CUDA then waits for all kernels, including those
+    of other communicators.
     """
     aborts = [ranks.group._get_backend(device).abort for ranks in communicators if ranks.group is not None]
     threads = [threading.Thread(target=each, daemon=True) for each in aborts]

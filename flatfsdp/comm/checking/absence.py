@@ -1,10 +1,10 @@
 """Names the ranks that did not come to a launch, once waiting for them has failed.
 
 In:   the launch in which this rank has waited in vain.
-Out:  words: who is missing, and what those that came are in.
+Out:  a message that names the missing ranks, and says what the others are in.
 
-A backend says that an address timed out, or closed its connection.  So the ranks whose launch has failed
-write what they are in into the store of the process group; those that have written nothing a moment later are
+A backend only says that an address timed out, or closed its connection.  So each rank whose launch has failed
+writes its launch into the store of the process group; ranks that have written nothing a moment later are
 missing.
 """
 
@@ -24,18 +24,18 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.torch_private import default_store
 
 SETTLING = 2.0
-"""Seconds in which all ranks that have waited together hear that it was in vain."""
+"""Seconds within which all ranks that waited in the same launch learn that it was in vain."""
 
 _PAUSE = 0.01
 _SHOWN = 4
 
 
 class Waited(NamedTuple):
-    """What a rank has written that has waited in vain.
+    """Entry in the store of a rank that has waited in vain.
 
     Attributes:
-        number: of what it waited in (`identity.py`).
-        gave_up: whether its time limit had passed; otherwise a connection was closed.
+        number: number of the launch it waited in (`identity.py`).
+        gave_up: whether its time limit had passed; if not, a connection was closed.
     """
 
     number: int
@@ -51,14 +51,16 @@ def why_in_vain(
     limit: float | None,
     error: Exception,
 ) -> str:
-    """Words for a launch that has failed on this rank, as its backend could not reach another one.
+    """Message for a launch that failed on this rank because its backend could not reach another one.
 
     Args:
-        launch: how many there were before over these ranks.
-        model: whose units have names.
-        seconds: that this rank has waited.
-        limit: that it would have waited at most; None: as long as the process group has it.
-        error: of the backend.
+        ranks: ranks of the launch.
+        launch: number of launches over these ranks before.
+        identity: purpose of the launch.
+        model: model whose unit names the message uses.
+        seconds: time that this rank has waited.
+        limit: longest time it would have waited, in seconds; None: as long as the process group allows.
+        error: error of the backend.
     """
     gave_up = limit is not None and seconds >= limit
     lost = f"this rank {described(identity.number, model)}, and lost the other ranks: {error}"
@@ -90,8 +92,9 @@ def words_for(
 
     Args:
         missing: ranks, by their number in the default process group.
-        here: what the others are in, by rank.
-        limit: seconds that they have waited; None: somebody's connection has closed before.
+        here: number of the launch that each of the others is in, by rank.
+        model: model whose unit names the message uses.
+        limit: seconds that they have waited; None: a connection was closed before.
     """
     what = _in_words(here, model)
     if limit is None:
@@ -126,12 +129,12 @@ _NO_STORE = (
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Such as "rank 1", or "ranks 1, 3"."""
+    """Names ranks, such as "rank 1", or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) -> dict[int, Waited] | None:
-    """What all ranks write that have waited in this launch, by their number among `ranks`.
+    """Exchanges entries with the ranks that waited in this launch, by their number among `ranks`.
 
     None if the store does not answer.
     """
@@ -150,7 +153,7 @@ def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) ->
                         found[rank] = Waited(*json.loads(store.get(key)))
             answers.set()
 
-    # A store in a process that was stopped keeps whoever asks it waiting for good.
+    # A store in a stopped process never answers.
     asking = threading.Thread(target=tell_and_hear, daemon=True)
     asking.start()
     asking.join(2 * SETTLING)

@@ -1,15 +1,15 @@
-"""What a collective is for, in one number that travels with it.
+"""`Identity`: the purpose of a collective, in one number that travels with it.
 
-In:   what the engine is about to gather or reduce: the action, the unit, the microbatch.
-Out:  a number that all ranks of one launch have to have in common, and the words for two that differ.
+In:   the action, the unit and the microbatch that the engine is about to gather or reduce for.
+Out:  a number that must be equal on all ranks of a launch, and a message for two that differ.
 Next: `journal.py` sends the numbers along and compares them.
 
     bit 62                                            0
     | action 5 | model 16 | unit 12 | step 15 || microbatch 15 |
-      compared                                  told
+      compared                                  reported
 
-The microbatch is told and not compared: ranks that run different numbers of microbatches under ZeRO-2 add up
-what they have, and that is right.  A step counts once it is reduced, which takes all ranks.
+The microbatch is reported but not compared: under ZeRO-2 ranks may correctly run different numbers of
+microbatches and add up what they have.  The step number counts reduced steps, which take all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from flatfsdp.comm.ranks import Ranks
 _MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 15, 1 << 15
 
 RANK_TIMEOUT = 60.0
-"""Seconds that a rank waits for others, if nobody says otherwise."""
+"""Default number of seconds that a rank waits for others."""
 
 FIRST_STEP = 5
-"""How many times as long it waits before the first step has ended, while ranks read data and compile."""
+"""Factor on this wait until the first step has ended: meanwhile ranks read data and compile."""
 
 
 class Action(IntEnum):
@@ -82,25 +82,25 @@ _WORDS = {
 }
 
 OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
-"""What is sent for layers, which know no model."""
+"""Actions of layers, which do not know their model."""
 
 _COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
-"""What travels in the place of unit and step is a number of their own."""
+"""Actions that send a number of their own in place of unit and step."""
 
 _BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.SAVE, Action.LOAD, Action.OBJECTS}
-"""Not part of a microbatch."""
+"""Actions outside of microbatches."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelIdentity:
-    """What all identities of one model share.
+    """Part that all identities of one model share.
 
     Attributes:
-        number: the same on all ranks, and another one for each model; 0 if it has none.
-        units: names, in registration order.
-        data_parallel: communicators over which nothing is sent for layers.
-        communicators: all that the engine uses for this model.
-        rank_timeout: seconds that a rank waits for others; None: as long as the process group has it.
+        number: number of the model, the same on all ranks and unique; 0 if it has none.
+        units: names of the units, in registration order.
+        data_parallel: communicators that layers do not use.
+        communicators: all communicators that the engine uses for this model.
+        rank_timeout: seconds that a rank waits for others; None: as long as the process group allows.
     """
 
     number: int = 0
@@ -111,13 +111,13 @@ class ModelIdentity:
 
 
 class Identity(NamedTuple):
-    """What one launch is for.
+    """Purpose of one launch.
 
     Attributes:
-        unit: its position among the model's units.
-        step: steps that were reduced before.
-        microbatch: backwards before, in this step; for messages.
-        is_early: whether no step has ended yet; None: if `step` is 0.
+        unit: index of the unit in the model.
+        step: number of steps reduced before.
+        microbatch: number of backwards before in this step; for messages.
+        is_early: whether no step has ended yet; None: tell by `step` being 0.
     """
 
     action: Action
@@ -131,12 +131,12 @@ class Identity(NamedTuple):
     def counting(
         action: Action, count: int, model: ModelIdentity = ModelIdentity(), is_early: bool | None = None
     ) -> Identity:
-        """What is no unit's, and has a number of its own: of elements, say."""
+        """Identity of a launch that belongs to no unit and carries a count, of elements for example."""
         return Identity(action, model, count // _STEPS, count, is_early=is_early)
 
     @property
     def limit(self) -> float | None:
-        """Seconds that a rank waits for the others; None: as long as the process group has it."""
+        """Seconds that a rank waits for the others; None: as long as the process group allows."""
         limit = self.model.rank_timeout
         if limit is None or math.isinf(limit):
             return None
@@ -147,8 +147,8 @@ class Identity(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The number that travels, above 0."""
-        # Parameters come in any order to a norm, and stages of a pipeline, which are models of their own.
+        """The number that travels; positive."""
+        # A norm takes parameters in any order, from stages of a pipeline, too: each is a model of its own.
         model = 0 if self.action is Action.NORM else self.model.number
         number = self.action * _MODELS + model % _MODELS
         number = number * _UNITS + self.unit % _UNITS
@@ -157,12 +157,12 @@ class Identity(NamedTuple):
 
 
 def compared(number: int) -> int:
-    """The part of a number that all ranks of a launch have to have in common."""
+    """The part of a number that must be equal on all ranks of a launch."""
     return number // _MICROBATCHES
 
 
 class Difference(NamedTuple):
-    """Two ranks, by their number in the default group, whose collectives met, and what each one's was for."""
+    """Two ranks, by number in the default group, with the different purposes of collectives that met."""
 
     rank: int
     number: int
@@ -171,11 +171,12 @@ class Difference(NamedTuple):
 
     @staticmethod
     def among(numbers: Sequence[int], ranks: Ranks, *, is_over: bool = False) -> Difference | None:
-        """The first rank and the first one that differs from it; None if all do the same.
+        """Finds the first rank and the first one that differs from it; None if all are equal.
 
         Args:
-            numbers: one a rank, in rank order; 0 if it is not known.
-            is_over: whether a number that is not known counts as another one.
+            numbers: one number a rank, in rank order; 0 if unknown.
+            ranks: the ranks of the launch.
+            is_over: whether an unknown number counts as a difference.
         """
         known = [index for index, number in enumerate(numbers) if number or is_over]
         for index in known[1:]:
@@ -186,10 +187,10 @@ class Difference(NamedTuple):
         return None
 
     def message(self, model: ModelIdentity) -> str:
-        """What happened and what to do.
+        """Says what happened and what to do.
 
         Args:
-            model: whose units have names here.
+            model: model whose unit names the message uses.
         """
         numbers = self.number, self.other_number
         what, other = (described(number, model) for number in numbers)
@@ -215,7 +216,7 @@ def described(number: int, model: ModelIdentity) -> str:
     """A number that has travelled, in words.
 
     Args:
-        model: whose units have names here.
+        model: model whose unit names the message uses.
     """
     rest, microbatch = divmod(number, _MICROBATCHES)
     rest, step = divmod(rest, _STEPS)

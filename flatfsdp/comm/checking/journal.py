@@ -1,19 +1,19 @@
-"""Launches that carry what they are for, so that ranks which do different things hear of it.
+"""Journals of launches that carry their purpose, so that ranks which do different things find out.
 
-In:   an `Identity` for everything that the engine gathers or reduces.
+In:   an `Identity` for each gather and reduction of the engine.
 Out:  the same launch, and with it an all-gather of one number a rank; RuntimeError if the numbers differ.
 Next: `comm/collectives.py` has the collectives inside.
 
-Without it, two collectives of equal size that meet are computed without a word: ranks that run their layers
-in another order train with a mix of two layers.
+Without it, nothing notices that two collectives of equal size have met: ranks that run their layers in
+different orders would train with a mix of two layers.
 
     gloo   the numbers travel first, and the host compares them before the payload starts; it waits for other
-           ranks as long as `Identity.limit` says, and `absence.py` finds out who did not come
-    NCCL   they travel in the same launch, straight into pinned host memory, where the host looks whenever it
-           is in the engine anyway; nothing waits for the device
+           ranks as long as `Identity.limit` says, and `absence.py` finds out which ranks did not come
+    NCCL   the numbers travel in the same launch, straight into pinned host memory; the host looks there
+           whenever it is in the engine anyway, so nothing waits for the device
 
-With NCCL the collectives that met have run by then, so the communicators are aborted before the error is
-raised: no rank is left waiting in one, now or at exit.  A rank that waits for the device cannot look;
+With NCCL, collectives that have met have run by then, so the communicators are aborted before the error is
+raised: no rank stays blocked in one, now or at exit.  A rank that waits for the device cannot look;
 `watch.py` does that for it, and notices ranks that do not come.
 """
 
@@ -45,29 +45,29 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.torch_private import time_limit, timeout_of
 
 ROWS = 1024
-"""Launches with NCCL that may be under way before the host waits for the device."""
+"""Largest number of NCCL launches in flight before the host waits for the device."""
 
 SETTLING = 0.002
-"""Seconds in which a number that has begun to arrive is there."""
+"""Seconds within which a number that has begun to arrive is complete."""
 
 ALARM_LASTS = timedelta(seconds=10)
-"""How long a rank that stops tries, in the background, to tell others why."""
+"""Seconds during which a rank that stops tries, in the background, to tell others why."""
 
 
 def launch(
     ranks: Ranks, identity: Identity | None, device: torch.device, collectives: int = 1
 ) -> AbstractContextManager[None]:
-    """Collectives of one kind inside are one launch, which carries `identity`.
+    """Context that makes the collectives inside, of one kind, one launch that carries `identity`.
 
     Args:
-        ranks: of all collectives inside.
-        identity: None carries nothing.
-        device: where the payload is.
-        collectives: how many there are.
+        ranks: ranks of all collectives inside.
+        identity: purpose of the launch; None carries and checks nothing.
+        device: device of the payload.
+        collectives: number of collectives inside.
 
     Raises:
-        RuntimeError: if another rank's launch is for something else, or a rank does not come; with NCCL, some
-            launches later.
+        RuntimeError: if another rank's launch has another purpose, or a rank does not come; with NCCL, raised
+            some launches later.
     """
     if identity is None or _has_nobody_to_ask(ranks, device):
         return one_launch(ranks, device, collectives)
@@ -75,7 +75,7 @@ def launch(
 
 
 def declare(ranks: Ranks, identity: Identity | None, device: torch.device) -> None:
-    """Says what the next collective is for in a launch before it: for broadcasts, sends and receives."""
+    """Compares the purpose of the next collective in a launch before it: for broadcasts, sends, receives."""
     with launch(ranks, identity, device, collectives=0):
         pass
 
@@ -83,7 +83,7 @@ def declare(ranks: Ranks, identity: Identity | None, device: torch.device) -> No
 def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
     """Checks a frequent exchange of layers: like `launch` with gloo, and not at all with NCCL.
 
-    Payloads of different sizes that meet end the process with gloo, without a traceback.
+    With gloo, payloads of different sizes that meet would end the process without a traceback.
     """
     if _has_nobody_to_ask(ranks, device) or uses_nccl(ranks, device):
         return nullcontext()
@@ -91,7 +91,7 @@ def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> Ab
 
 
 def explained(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
-    """Sends and receives inside that fail with gloo say who is missing; nothing with NCCL."""
+    """Context in which failed sends and receives name the missing ranks with gloo; no effect with NCCL."""
     if _has_nobody_to_ask(ranks, device):
         return nullcontext()
     journal = _journal_of(ranks, device)
@@ -99,15 +99,16 @@ def explained(ranks: Ranks, identity: Identity, device: torch.device) -> Abstrac
 
 
 def _has_nobody_to_ask(ranks: Ranks, device: torch.device) -> bool:
-    """Whether there are no other ranks, or only imagined ones, with tensors on the meta device."""
+    """Whether there are no other ranks, or only imagined ones (tensors on the meta device)."""
     return ranks.group is None or ranks.size == 1 or device.type == "meta"
 
 
 def look(model: ModelIdentity, *, wait: bool = False) -> None:
-    """Raises RuntimeError if a launch of this model has met another rank's for something else.
+    """Raises RuntimeError if a launch of this model has met another rank's with another purpose.
 
     Args:
-        wait: for all launches so far; otherwise what has not arrived counts as good.
+        model: model whose launches are checked.
+        wait: wait for all launches so far; otherwise those that have not arrived count as good.
     """
     for journal in _journals_of(model):
         journal.look(wait=wait)
@@ -123,8 +124,8 @@ def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJourn
             launches = _launches.setdefault(first.group, Launches(first))
             of_group[device.type] = DeviceJournal(ranks, device, launches)
         elif first is not ranks:
-            # The host waits for each launch, so all of them have one order: a gather that meets a reduction
-            # over the other communicator differs, too.
+            # The host waits for each launch, so launches over both communicators have one order, and a gather
+            # over one that meets a reduction over the other is found, too.
             of_group[device.type] = _journal_of(first, device)
         else:
             of_group[device.type] = HostJournal(ranks, device)
@@ -132,20 +133,20 @@ def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJourn
 
 
 def _journals_of(model: ModelIdentity) -> list[HostJournal | DeviceJournal]:
-    """The journals that there are of a model's communicators."""
+    """Existing journals of a model's communicators."""
     groups = [ranks.group for ranks in model.communicators if ranks.group is not None]
     return list(dict.fromkeys(each for group in groups for each in _journals.get(group, {}).values()))
 
 
 _journals: WeakKeyDictionary[dist.ProcessGroup, dict[str, HostJournal | DeviceJournal]] = WeakKeyDictionary()
-"""By communicator and kind of device: the launches of all models that share a communicator meet there."""
+"""Journals by communicator and kind of device; all models that share a communicator share its journal."""
 
 _launches: WeakKeyDictionary[dist.ProcessGroup, Launches] = WeakKeyDictionary()
-"""With NCCL, by the first communicator of some ranks."""
+"""NCCL launches, by the first communicator of their ranks."""
 
 
 class HostJournal:
-    """What the launches over one communicator are for, sent before the payload."""
+    """Journal of the launches over one communicator, whose purposes are sent before the payload."""
 
     _ALARM = -1
 
@@ -159,16 +160,17 @@ class HostJournal:
         self._alarms: list[tuple[dist.Work, Tensor, Tensor]] = []
 
     def look(self, *, wait: bool) -> None:
-        """Nothing: a difference is raised at once."""
+        """Does nothing: a difference is raised at once."""
 
     @contextmanager
     def launch(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside are one launch.
+        """Context that makes the collectives inside one launch.
 
         Args:
-            ranks: of these collectives; they may be over the second communicator.
+            identity: purpose of the launch.
+            ranks: ranks of these collectives, perhaps over the second communicator.
         """
-        # In place of the number, a rank that has stopped sends an alarm and the difference that it knows of.
+        # A rank that has stopped sends, in place of the number, an alarm and the difference that it knows.
         own = torch.tensor([identity.number, 0, 0, 0, 0], device="cpu")
         everyones = own.new_empty(self._ranks.size, 5)
         self._made += 1
@@ -190,9 +192,9 @@ class HostJournal:
 
     @contextmanager
     def _waiting(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside wait as long as `identity` says, and no longer than the process group has it."""
+        """Context in which collectives wait as long as `identity` says, and at most the group's timeout."""
         assert ranks.group is not None
-        # Layers do not know how long; the model that they are in has said so.
+        # Layers do not know the limit; their model has set it.
         limit = self._limit if identity.action in OF_LAYERS else identity.limit
         if (longest := timeout_of(ranks.group)) is not None:
             limit = min(math.inf if limit is None else limit, longest.total_seconds())
@@ -201,13 +203,14 @@ class HostJournal:
 
     @contextmanager
     def explained(self, identity: Identity, limit: float | None = None) -> Iterator[None]:
-        """What is sent inside over these ranks, and fails, raises with words.
+        """Context in which a failure to reach other ranks raises with a message that names them.
 
         Args:
-            limit: seconds that it waits; None: as long as the process group has it.
+            identity: purpose of the launch.
+            limit: seconds to wait; None: as long as the process group allows.
 
         Raises:
-            RuntimeError: with the ranks that did not come; from then on, always.
+            RuntimeError: naming the ranks that did not come; from then on, in every launch.
         """
         if self._stopped is not None:
             raise RuntimeError(self._stopped)
@@ -225,14 +228,14 @@ class HostJournal:
         """Answers the other ranks' next launch over this communicator; does not wait for them.
 
         Args:
-            difference: why this rank stops.
+            difference: reason why this rank stops.
         """
         own = torch.tensor([self._ALARM, *difference], device="cpu")
         everyones = own.new_empty(self._ranks.size * 5)
         options = AllgatherOptions()
         options.timeout = ALARM_LASTS
         assert self._ranks.group is not None
-        # It is the others' next launch: all go on counting alike, by which they find each other in the store.
+        # This counts as the others' next launch: ranks find each other in the store by equal counts.
         self._made += 1
         work = self._ranks.group._allgather_base(everyones, own, options)
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
@@ -244,13 +247,13 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
 
 
 class DeviceJournal:
-    """What the launches over one communicator are for, sent with the payload.
+    """Journal of the launches over one communicator, whose purposes are sent with the payload.
 
     The row of a launch in host memory holds one number a rank, 0 until it arrives.
 
     Attributes:
-        launches: those under way over all communicators of these ranks.
-        stopped: why the communicators were aborted; None if they were not.
+        launches: launches in flight over all communicators of these ranks.
+        stopped: reason why the communicators were aborted; None if they were not.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, launches: Launches) -> None:
@@ -270,7 +273,7 @@ class DeviceJournal:
 
     @contextmanager
     def launch(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside, over the communicator of this journal, are one launch."""
+        """Context that makes the collectives inside, over this journal's communicator, one launch."""
         self.look(wait=len(self._under_way) >= ROWS)
         index, number = self._made % ROWS, identity.number
         self._numbers[index] = 0
@@ -290,12 +293,12 @@ class DeviceJournal:
         self._under_way.append(UnderWay(index, launch, alike, identity.model, since, identity.limit))
 
     def look(self, *, wait: bool) -> None:
-        """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
+        """Drops launches that were equal on all ranks; raises RuntimeError for one that was not."""
         if wait and self._under_way:
             torch.cuda.synchronize(self._device)
         while self.stopped is None and self._under_way:
             first = self._under_way[0]
-            # All numbers are there, and the same: most often, and found out in a tenth of the time.
+            # Usually all numbers are there and equal; this finds out in a tenth of the time.
             if self._bytes[first.number].tobytes() != first.alike:
                 difference = self._difference_in(first, is_over=wait)
                 if difference is not None:
@@ -309,7 +312,7 @@ class DeviceJournal:
             raise RuntimeError(self.stopped)
 
     def difference(self) -> tuple[Difference, ModelIdentity] | None:
-        """What `look` would raise, and of which model; for any thread."""
+        """The difference that `look` would raise, and its model; callable from any thread."""
         for row in tuple(self._under_way):
             difference = self._difference_in(row, is_over=False)
             if difference is not None:
@@ -317,7 +320,7 @@ class DeviceJournal:
         return None
 
     def late(self, seconds: float) -> UnderWay | None:
-        """The first launch that has not ended, if it has been under way for longer; for any thread."""
+        """The first launch that has not ended, if it is older than `seconds`; callable from any thread."""
         for row in tuple(self._under_way):
             if not self._has_arrived(row):
                 return row if time.monotonic() - row.since > seconds else None
@@ -327,33 +330,35 @@ class DeviceJournal:
         return bool(self._numbers[row.number].all())
 
     def _difference_in(self, row: UnderWay, *, is_over: bool) -> Difference | None:
-        """Two ranks that do not do the same, if it is known.
+        """Two ranks whose purposes differ, as far as the numbers have arrived.
 
         Args:
-            is_over: a number that is not there will not come any more.
+            row: the launch to look at.
+            is_over: missing numbers will not come any more.
         """
         numbers = self._numbers[row.number]
         known = numbers[numbers != 0]
         is_alike = compared(int(known.min())) == compared(int(known.max()))
         if is_alike and not (is_over and len(known) < len(numbers)):
             return None
-        # NCCL writes a number byte by byte: what is only half there has changed a moment later.
+        # NCCL writes a number byte by byte: a half-written one has changed a moment later.
         time.sleep(SETTLING)
         return Difference.among(numbers.tolist(), self._ranks, is_over=is_over)
 
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:
-        """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others.
+        """Aborts all communicators of the model, so that nothing waits in one, and tells ranks of others.
 
         Args:
-            why: what this rank has seen, or the words of another one.
+            why: difference that this rank has seen, or another rank's message.
+            model: model that stops.
         """
         words = why if isinstance(why, str) else f"{why.message(model)} {_TOO_LATE}"
-        # First the reason: the main thread goes on, and looks, with the first communicator that ends.
+        # Set the reason first: the main thread goes on, and looks, when the first communicator ends.
         for journal in {self, *_journals_of(model)}:
             if isinstance(journal, DeviceJournal):
                 journal.stopped = journal.stopped or words
         try:
-            # Also that a rank has not come: it may still, and would wait for those that have aborted.
+            # Announce a missing rank, too: it may still come, and would wait for those that have aborted.
             announce(model, words)
         finally:
             abort({self._ranks, *model.communicators}, self._device)

@@ -1,12 +1,12 @@
-"""Launches under way over all communicators of the same ranks, in the order in which the host makes them.
+"""Launches in flight over all communicators of the same ranks, in the order in which the host makes them.
 
-In:   what each launch is for (`identity.py`), from the journals of these communicators (`journal.py`).
-Out:  two ranks whose launches differ although no number arrives, and ranks that do not come, for `watch.py`.
+In:   the purpose of each launch (`identity.py`), from the journals of these communicators (`journal.py`).
+Out:  two ranks whose launches differ though no number arrives, and ranks that do not come, for `watch.py`.
 
-Collectives over two communicators can wait for each other.  One rank takes a norm, say, and behind it waits a
-gather that the others need before they come to the norm; or one leaves out a gather, behind which the others'
-reduction waits.  Then each rank writes what it has under way into the store of the process group, and reads
-what the next rank has.
+Collectives over two communicators can block each other.  For example, one rank takes a norm, and behind it
+waits a gather that the others need before they reach the norm; or one rank leaves out a gather, behind which
+the others' reduction waits.  Each rank then writes its launches in flight into the store of the process
+group, and reads those of the next rank.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from flatfsdp.comm.checking.identity import Difference, ModelIdentity
 from flatfsdp.comm.ranks import Ranks
 
 WRITTEN = 7.0
-"""Seconds in which a rank that waits has written so: `watch.py` looks once a second at what is 5 s old."""
+"""Seconds within which a waiting rank has said so: `watch.py` looks once a second at launches 5 s old."""
 
 
 class UnderWay(NamedTuple):
-    """A launch under way, and where its numbers arrive.
+    """A launch in flight, and the place where its numbers arrive.
 
     Attributes:
-        number: of the row of host memory.
-        launch: its place among all launches of these ranks.
+        number: index of the row in host memory.
+        launch: index among all launches of these ranks.
         alike: the row's bytes once all ranks have sent the same number.
-        since: on the monotonic clock, in seconds.
-        limit: seconds that it may take; None: as long as the process group has it.
+        since: time of the launch on the monotonic clock, in seconds.
+        limit: seconds that it may take; None: as long as the process group allows.
     """
 
     number: int
@@ -45,12 +45,12 @@ class UnderWay(NamedTuple):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its time limit has passed, and whoever came before that has written so."""
+        """Whether its time limit has passed, and ranks that came in time have had time to say so."""
         return self.limit is not None and time.monotonic() - self.since > self.limit + WRITTEN
 
 
 class Launches:
-    """What launches are for, from when the host makes them to when their numbers are there."""
+    """Purposes of launches, from the moment the host makes them until their numbers have arrived."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -58,23 +58,23 @@ class Launches:
         self._under_way: dict[int, int] = {}
 
     def begin(self, number: int) -> int:
-        """Returns how many launches there were before this one.
+        """Notes a launch; returns the number of launches before it.
 
         Args:
-            number: what it is for.
+            number: its purpose.
         """
         launch, self._made = self._made, self._made + 1
         self._under_way[launch] = number
         return launch
 
     def end(self, launch: int) -> None:
-        """The launch was alike on all ranks."""
+        """Drops a launch that was equal on all ranks."""
         del self._under_way[launch]
 
     def difference_to_next(self, store: dist.Store) -> Difference | None:
-        """The first launch that is for something else on the next rank, if both ranks ask; for any thread.
+        """Finds the first launch with another purpose on the next rank, if both ask; for any thread.
 
-        Where ranks differ, some neighbours do, so that each rank reads from one other rank only.
+        If any ranks differ, some neighbours do, so each rank needs to read from one other rank only.
         """
         own = dict(self._under_way)
         rank, following = self._ranks.rank, (self._ranks.rank + 1) % self._ranks.size
@@ -89,9 +89,9 @@ class Launches:
         return None
 
     def missing_from(self, late: UnderWay, store: dist.Store) -> str | None:
-        """Words for the ranks that have not come to a launch that is overdue; None if all have.
+        """Message naming the ranks that have not come to an overdue launch; None if all have.
 
-        Those that have come have written so, by `difference_to_next`.
+        Ranks that have come have said so, by `difference_to_next`.
         """
         if not late.is_overdue:
             return None
@@ -102,7 +102,7 @@ class Launches:
         return words_for(missing, here, late.model, late.limit) if missing else None
 
     def _under_way_on(self, rank: int, store: dist.Store) -> dict[str, int]:
-        """What a rank has written last: what its launches under way are for."""
+        """The purposes of a rank's launches in flight, as it wrote them last."""
         key = self._key(rank)
         return json.loads(store.get(key)) if store.check([key]) else {}
 

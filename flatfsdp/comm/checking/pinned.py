@@ -1,4 +1,4 @@
-"""Host memory that a GPU writes to, so that the host sees what arrives without waiting."""
+"""Pinned host memory that a GPU writes to, so that the host sees what arrives without waiting."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
-    """The same memory, of the host, as a tensor on `device`; int64, contiguous.
+    """Maps pinned host memory, int64 and contiguous, to a tensor on `device` without a copy.
 
     NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
 
     Raises:
-        RuntimeError: if it would be a copy.
+        RuntimeError: if the device cannot address the memory.
     """
     alias = torch.as_tensor(_CudaArray(pinned), device=device)
     if alias.data_ptr() != pinned.data_ptr():
@@ -24,7 +24,7 @@ def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
 
 
 class _CudaArray:
-    """Numba's protocol: PyTorch asks the driver what memory it is."""
+    """Object with Numba's array interface, from which PyTorch makes a tensor; the driver tells the device."""
 
     def __init__(self, pinned: Tensor) -> None:
         self._pinned = pinned

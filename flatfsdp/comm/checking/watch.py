@@ -1,13 +1,13 @@
-"""A thread that looks at launches with NCCL while the main thread waits for the device and cannot.
+"""A thread that checks NCCL launches while the main thread waits for the device and cannot.
 
 In:   the journals of this process (`journal.py`).
-Out:  communicators that are aborted, so that the main thread goes on and raises.
+Out:  aborted communicators, so that the main thread goes on and raises.
 
-Four situations need it.  A rank that sees a difference raises, and another rank waits on its device for
-collectives that the first one will not launch any more: that rank's own journal says why, but nobody looks.
-In a grid of ranks, ranks of another row wait for a row that has stopped: they hear of it from the store of
-the process group.  And collectives over two communicators can wait for each other, so that no number arrives
-(`launches.py`).  And a rank may not come at all.  The store is asked only when a launch does not end.
+Four situations need it.  (1) A rank sees a difference and raises, and another rank waits on its device for
+collectives that the first one will never launch: that rank's journal knows why, but its host cannot look.
+(2) In a grid of ranks, one row waits for another row that has stopped: it learns so from the store of the
+process group.  (3) Collectives over two communicators block each other, so that no number arrives
+(`launches.py`).  (4) A rank does not come at all.  The store is asked only when a launch does not end.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ INTERVAL = 1.0
 """Seconds between two looks."""
 
 GRACE = 2.0
-"""Seconds in which the main thread may see a difference by itself."""
+"""Seconds that the main thread has to see a difference by itself."""
 
 PATIENCE = 5.0
-"""Seconds that a launch may take before the store is asked what other ranks do."""
+"""Seconds that a launch may take before the store is asked what other ranks are doing."""
 
 
 class Watched(Protocol):
-    """What the thread needs of a journal."""
+    """Interface of a journal, as far as the thread needs it."""
 
     launches: Launches
     stopped: str | None
 
     def late(self, seconds: float) -> UnderWay | None:
-        """The first launch that has not ended, if it has been under way for longer than that."""
+        """The first launch that has not ended, if it is older than `seconds`."""
 
     def difference(self) -> tuple[Difference, ModelIdentity] | None:
-        """Two ranks that do not do the same, and of which model; None if none are known."""
+        """Two ranks whose purposes differ, and the model; None if none are known."""
 
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:
         """Aborts the model's communicators."""
 
 
 _watched: WeakKeyDictionary[Watched, float | None] = WeakKeyDictionary()
-"""Journals, and since when a difference has been seen in each."""
+"""Journals, each with the time since which a difference has been seen in it."""
 
 _threads: list[threading.Thread] = []
-"""The one that runs, if any."""
+"""The running thread, if any."""
 
 _lock = threading.Lock()
 
 
 def watch(journal: Watched) -> None:
-    """Looks at `journal` from now on, as long as it exists."""
+    """Watches `journal` from now on, as long as it exists."""
     with _lock:
         _watched[journal] = None
         if not any(thread.is_alive() for thread in _threads):
@@ -94,7 +94,7 @@ def _run() -> None:
 
 
 def _look_at_all() -> bool:
-    """Whether there is still something to look at; the next journal starts another thread if not."""
+    """Checks all journals; returns whether any are left.  If not, the next journal starts a new thread."""
     with _lock:
         journals = list(_watched.items())
         if not journals:
@@ -111,7 +111,7 @@ def _look_at_all() -> bool:
 
 
 def _look(journal: Watched, seen: float | None) -> float | None:
-    """Since when a difference has been seen."""
+    """Checks one journal; returns the time since which a difference has been seen, if any."""
     found = journal.difference()
     if found is not None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""What must not happen to a sharded model from outside is refused, where it happens.
+"""Guards: each refuses one way of breaking a sharded model from outside, at the call that would do it.
 
 other_engines   a second engine around the model, or inside it
-late_modules    parameters that come below a unit after it was built
-optimizers      those that hold the wrong tensors, or that need whole ones
-watch           calls them: from hooks of PyTorch, which see all modules and optimizers of the process
+late_modules    parameters added below a unit after it was built
+optimizers      optimizers that hold the wrong tensors, or that need whole parameters
+watch           calls the guards from PyTorch hooks, which see all modules and optimizers of the process
 """

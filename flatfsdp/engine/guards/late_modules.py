@@ -1,7 +1,7 @@
-"""Parameters that come below a unit after it was built: nothing would shard, gather or reduce them.
+"""Refuses parameters added below a unit after it was built: nothing would shard, gather or reduce them.
 
-In:   a module that is given to one that a unit owns: a LoRA layer, a converted one, a resized embedding.
-Out:  TypeError in the assignment, with the way out.
+In:   a module that is assigned to a module of a unit: a LoRA layer, a converted one, a resized embedding.
+Out:  TypeError in the assignment, which says what to do instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 
 
 def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
-    """Called before `parent.name` becomes `value`.
+    """Checks an assignment before `parent.name` becomes `value`.
 
-    A module without parameters may come, a frozen one (a teacher), and one that wraps what was there.
+    Allowed are a module without parameters, a frozen one (a teacher), and one that wraps the old module.
 
     Raises:
-        TypeError: if `parent` belongs to a unit, and the unit has not sharded what `value` brings, or would
-            lose what it has sharded of the module that was there.
+        TypeError: if `parent` belongs to a unit, and `value` brings parameters that the unit has not sharded,
+            or drops some that it has.
     """
     present = parent._modules.get(name)
     if value is present or not is_owned(parent):
@@ -47,7 +47,7 @@ _WAY_OUT = (
 
 
 def _unsharded(module: nn.Module) -> Iterator[str]:
-    """Names of the parameters in `module` that are trained and that no unit has."""
+    """Names of the trained parameters in `module` that no unit has sharded."""
     for path, each in module.named_modules():
         for name, parameter in each._parameters.items():
             if parameter is not None and parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
@@ -55,7 +55,7 @@ def _unsharded(module: nn.Module) -> Iterator[str]:
 
 
 def _sharded(module: nn.Module, kept: nn.Module | None) -> Iterator[str]:
-    """Names of what units have sharded in `module`, but not inside `kept`."""
+    """Names of the parameters that units have sharded in `module`, but not inside `kept`."""
     stays = set() if kept is None else set(kept.modules())
     for path, each in module.named_modules():
         if each not in stays:

@@ -1,7 +1,7 @@
-"""Optimizers that could not train a sharded model: refused in their first step, on all ranks alike.
+"""Refuses optimizers that cannot train a sharded model: in their first step, on all ranks alike.
 
 In:   an optimizer that is about to step.
-Out:  ValueError, with the way out; the step has not begun.
+Out:  ValueError before the step begins, which says what to do instead.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ _NOT_ELEMENTWISE = frozenset(
         "stableadamw",
     }
 )
-"""Classes, in lower case and without "_", whose update of an element depends on more than this element."""
+"""Optimizers whose update of an element depends on other elements: class names, lower case, without "_"."""
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Called before each step of every optimizer of the process, so it asks each parameter for one attribute.
+    """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
 
     Raises:
-        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it has
-            shards and needs whole parameters; if weight decay was decided by `p.dim()`, which is 1 there.
+        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it needs
+            whole parameters and has shards; if weight decay was chosen by `p.dim()`, which is 1 for shards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Without a call for each of them, which would take most of the time.
+    # No function call per parameter: that would take most of the time.
     mark = TAKEN_AS.name
     name = next((p.__dict__[mark] for p in parameters if mark in p.__dict__), None)
     if name is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} has parameter {name} as it was before the model was "
-            "sharded, as a forward reads it, or as summon_full_params shows it, and its step would not "
-            "reach the shards. Make the optimizer after sharding, outside of summon_full_params, of "
+            "sharded, as a forward reads it, or as summon_full_params shows it; its step would not reach the "
+            "shards. Build the optimizer after sharding, outside of summon_full_params, from "
             "model.parameters() or flatfsdp.param_groups(model, ...)"
         )
     if not _is_elementwise(type(optimizer)) and any(FLAT_SHARD.of(p) is not None for p in parameters):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
-            "rank's part of each: its step would depend on the number of ranks. Take an element-wise "
+            "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
             "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
         )
     _refuse_decay_by_dim(optimizer)
 
 
 def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
-    """Shards are 1-D, so `p.dim() >= 2` finds nothing to decay."""
+    """Refuses groups chosen by `p.dim() >= 2`, which selects nothing among 1-D shards."""
     groups = optimizer.param_groups
     if not any(not group["params"] and group.get("weight_decay") for group in groups):
         return
@@ -77,7 +77,7 @@ def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
     if any(_has_matrix(parameter) for parameter in spared):
         raise ValueError(
             f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty, and "
-            "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups by "
+            "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups with "
             'flatfsdp.param_groups(model, [{"params": lambda name, shape: len(shape) < 2, '
             '"weight_decay": 0.0}]); if nothing is to be decayed, leave out the empty group'
         )

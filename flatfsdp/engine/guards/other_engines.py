@@ -1,7 +1,7 @@
-"""Engines that would shard or reduce a second time what FlatFSDP keeps: refused before they change anything.
+"""Refuses a second engine that would shard or reduce what FlatFSDP keeps, before it changes anything.
 
-In:   a module that is given to another one; what another engine does to a unit.
-Out:  ValueError in the call that is wrong, with the way out.
+In:   a module that is given to another engine; what another engine does to a unit.
+Out:  ValueError in the offending call, which says what to do instead.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from flatfsdp.contract.claimed import is_unit
 _WRAPPERS = frozenset(
     {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 )
-"""Names of classes, which PyTorch, apex, Megatron and others share."""
+"""Class names of wrapping engines; PyTorch, apex, Megatron and others share them."""
 
 _STATES = {"FSDPState": "fully_shard", "ReplicateState": "replicate", "_ReplicateState": "replicate"}
-"""Classes of what an engine without a wrapper hooks into a module, and the engine."""
+"""Classes of the objects that an engine without a wrapper hooks into a module -> that engine's name."""
 
 _MARK = "_is_fsdp_managed_module"
-"""What PyTorch's FullyShardedDataParallel gives every module inside, before anything else, and fully_shard at
-the end: it has replaced what these modules list by then, but not written to it."""
+"""Attribute that FullyShardedDataParallel sets first, and fully_shard last, on every module inside.  By then
+fully_shard has replaced the listed parameters, but not written to them."""
 
 
 class Guarded(nn.Module):
@@ -34,7 +34,7 @@ class Guarded(nn.Module):
         """Registers a hook, unless it is another engine's; see nn.Module.
 
         Raises:
-            ValueError: if it is the hook of another engine.
+            ValueError: if another engine registers it.
         """
         engine = _engine_of(hook)
         if engine is not None:
@@ -50,7 +50,7 @@ class Guarded(nn.Module):
 
 
 def refuse_engine_around(parent: nn.Module, value: nn.Module) -> None:
-    """Called before `value` becomes a child of `parent`.
+    """Checks a module before it becomes a child of `parent`.
 
     Raises:
         ValueError: if `parent` is another engine, and there is a unit in `value`.
@@ -61,7 +61,7 @@ def refuse_engine_around(parent: nn.Module, value: nn.Module) -> None:
 
 
 def refuse_engine_inside(name: str, module: nn.Module) -> None:
-    """Called before a unit takes the parameters of `module`.
+    """Checks a module before a unit takes its parameters.
 
     Raises:
         ValueError: if another engine keeps them.
@@ -76,8 +76,8 @@ def refuse_engine_inside(name: str, module: nn.Module) -> None:
 
 
 def wrapper_name(module: nn.Module) -> str | None:
-    """The name of the engine that `module` is the wrapper of; None for all other modules, and for units."""
-    # fairscale's interface over this engine has a class of such a name.
+    """Name of the engine whose wrapper `module` is; None for other modules and for our units."""
+    # Our fairscale-compatible wrapper has a class of such a name.
     if isinstance(module, Guarded) or not _has_name(type(module), _WRAPPERS):
         return None
     return next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS)
@@ -88,14 +88,14 @@ def _has_name(cls: type, names: frozenset[str] | set[str]) -> bool:
 
 
 def _engine_of(hook: Callable[..., Any]) -> str | None:
-    """The engine without a wrapper that a hook belongs to."""
+    """Name of the wrapper-less engine that a hook belongs to; None if it belongs to none."""
     states = (type(getattr(each, "__self__", None)) for each in _wrapped(hook))
     names = (base.__name__ for state in states for base in state.__mro__)
     return next((_STATES[name] for name in names if name in _STATES), None)
 
 
 def _wrapped(hook: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """`hook`, and what decorators have made it of."""
+    """Yields `hook` and the functions that its decorators wrap."""
     yield hook
     while hasattr(hook, "__wrapped__"):
         hook = hook.__wrapped__

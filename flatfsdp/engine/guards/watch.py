@@ -1,7 +1,7 @@
-"""Hooks of PyTorch through which the engine sees what is done to its units, and with its shards.
+"""PyTorch hooks through which the engine sees what happens to its units and shards.
 
 In:   a module that has become a unit.
-Out:  `guard(module)`; from then on the other files of this folder are asked.
+Out:  `guard(module)`; from then on the other files of this folder check each such event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatfsdp.torch_private import never_traced
 
 
 def guard(module: nn.Module) -> None:
-    """From now on what would go wrong with `module`, whose parameters a unit has taken, raises."""
+    """Raises from now on where a change would break `module`, whose parameters a unit has taken."""
     for _, owned in own_modules(module):
         mark_owned(owned)
     _install()
@@ -31,9 +31,9 @@ def guard(module: nn.Module) -> None:
 
 @cache
 def _install() -> None:
-    """Hooks that stay until the process ends.
+    """Installs hooks that stay until the process ends.
 
-    They know no model: whether a module is a unit's, or a parameter a shard, is written on it.
+    They hold no model: marks on a module or parameter say whether a unit owns it.
     """
     register_module_module_registration_hook(_before_module)
     register_optimizer_step_pre_hook(_before_step)
@@ -45,7 +45,7 @@ def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> Non
         refuse_engine_around(parent, value)
 
 
-# Also called in compiled steps of any optimizer, whose parameters the compiler cannot look at like this.
+# Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.
 @never_traced
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     refuse_optimizer(optimizer)

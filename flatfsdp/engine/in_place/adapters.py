@@ -1,12 +1,12 @@
-"""What PEFT's models do with adapters, once they are sharded in place: as before, or refused with a way out.
+"""Methods of PEFT's models that handle adapters: adapted to in-place sharding, or refused with a way out.
 
 In:   a class of PEFT, or of transformers, which has some of these methods, too.
-Out:  what stands in their places in the class of a unit or a part.
+Out:  replacements for these methods in the class of a unit or a part.
 
-    merge_adapter, unmerge_adapter            with whole parameters, which go back to the shards
-    merge_and_unload, unload, delete_adapter  refused: modules that are sharded would go
+    merge_adapter, unmerge_adapter            run with whole parameters, which are written back to the shards
+    merge_and_unload, unload, delete_adapter  refused: they would remove sharded modules
     add_adapter, load_adapter                 refused for new adapters: their parameters would not be sharded
-    set_adapter                               only as far as it does not change what is trained
+    set_adapter                               allowed as long as it does not change what is trained
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _REFUSED = {
 
 
 def said_of_adapters(plain: type[nn.Module]) -> dict[str, Any]:
-    """What takes the place of these methods in a class of models that has them, by name."""
+    """Replacements, by name, for those of these methods that the class has."""
     if hasattr(plain, "adapter_layer_names"):
-        # Layers of PEFT are told by the model around them.
+        # A layer of PEFT: the model around it, whose methods are replaced, calls it.
         return {}
     found: dict[str, Any] = {name: _refusing(name, why) for name, why in _REFUSED.items()}
     for name in ("merge_adapter", "unmerge_adapter"):
@@ -81,7 +81,7 @@ def _into_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
 def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def set_adapter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Chooses which adapters compute.  What is trained stays what it was when the model was sharded.
+        """Chooses which adapters compute; what is trained stays as it was when the model was sharded.
 
         Raises:
             RuntimeError: if other adapters would be trained afterwards.
@@ -104,7 +104,7 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def only_keys(module: Any) -> Iterator[None]:
-    """Inside, state dicts of parts are not collective, and have this rank's parts: PEFT asks for their keys.
+    """Context in which state dicts of parts are local, with this rank's parts: PEFT asks for their keys.
 
     Raises:
         RuntimeError: if PEFT would ask for values, which all ranks have to gather.
@@ -126,7 +126,7 @@ def only_keys(module: Any) -> Iterator[None]:
 
 @contextmanager
 def computing_by_itself(module: nn.Module) -> Iterator[None]:
-    """Inside, and inside `summon_full_params`, parts compute with the ordinary parameters.
+    """Context inside `summon_full_params` in which parts compute with the ordinary parameters.
 
     Prompt encoders do so when they are saved.
     """

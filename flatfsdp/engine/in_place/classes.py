@@ -4,9 +4,9 @@ In:   a module that has become a unit, or a part of one.
 Out:  the same object, whose class has the same name and is a subclass of what it was.
 Next: `engine/call.py` runs the call.
 
-A unit gathers its parameters around its `__call__`.  So does a *part* for the unit that it is in: a module
-that may be called by itself, outside of the unit's forward, as `model.lm_head(hidden)` in a chunked loss, or
-`model.encode(...)` calls the encoder.  Forward hooks run inside, as they run inside a wrapper.
+A unit gathers its parameters around its `__call__`.  A *part* does so for the unit around it: a part is a
+module that may be called by itself, outside of the unit's forward, such as `model.lm_head(hidden)` in a
+chunked loss, or the encoder in `model.encode(...)`.  Forward hooks run inside, as in a wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatfsdp.torch_private import traced_inside
 
 
 class _Sharded(Mixed):
-    """What stands in front of a user's class."""
+    """Base of the classes that are put in front of a user's class."""
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
@@ -56,7 +56,7 @@ class FlatFSDPPart(_Sharded, nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with whole parameters of the unit around it."""
         if torch.compiler.is_compiling() and unit_of(self).fsdp_state.uses:
-            # In a part that is compiled whole, and that the unit calls.  What is compiled from outside calls
+            # Inside a part that the unit calls and that is compiled whole.  Code compiled from outside calls
             # the unit, between its graphs.
             return super().__call__(*args, **kwargs)
         return call_unit(unit_of(self), super().__call__, args, kwargs)
@@ -89,7 +89,7 @@ def require_mixable(module: nn.Module, mixin: type[_Sharded]) -> None:
     """Checks that `mix` will not fail, and changes nothing.
 
     Raises:
-        TypeError: if the module's class does not let others derive from it.
+        TypeError: if no class can be derived from the module's class.
     """
     if isinstance(module, mixin):
         return

@@ -1,15 +1,15 @@
-"""What classes of Hugging Face say of themselves: of a model that is sharded in place, the whole model's.
+"""Hugging Face methods and properties that have to tell of the whole model, not of this rank's parts.
 
-In:   a class of transformers, diffusers or PEFT; those of others are left alone.
-Out:  what stands in its place in the class of a unit or a part.
+In:   a class of transformers, diffusers or PEFT; other classes are left alone.
+Out:  replacements for its attributes in the class of a unit or a part.
 
-    dtype, device                    what it computes with; the listed parts are in master precision.  Of what
-                                     is saved, while it is saved: it is written beside it
-    num_parameters and other counts  of the whole model, not of this rank's parts
-    save_pretrained                  gathers, and the first rank writes; with a state dict, writes that
-    should_save_on_this_rank         the first of those that share the model, rather than of all
-    resize_token_embeddings          raises: the parameters have their places
-    generate                         goes on on all ranks until the last one has ended (`synced_gpus`)
+    dtype, device                    those of compute: listed parameters are in master precision;
+                                     during a save, those of the saved values, which are written beside them
+    num_parameters and other counts  count the whole model
+    save_pretrained                  gathers; the first rank writes; a state dict given is written as it is
+    should_save_on_this_rank         true on the first of the ranks that share the model
+    resize_token_embeddings          raises: the layout of the parameters is fixed
+    generate                         continues on all ranks until the last one has ended (`synced_gpus`)
     methods for adapters             see `adapters.py`
 """
 
@@ -42,7 +42,7 @@ COUNTS = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters
 
 
 def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
-    """What takes the place of attributes that a class of these libraries has, by name."""
+    """Replacements, by name, for the attributes that a class of these libraries has."""
     if not any(base.__module__.split(".")[0] in LIBRARIES for base in plain.__mro__):
         return {}
     found: dict[str, Any] = {
@@ -59,7 +59,7 @@ def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
     found = {name: value for name, value in found.items() if hasattr(plain, name)}
     if hasattr(plain, "generate"):
         found["_is_fsdp_managed_module"] = property(_generates_together)
-        # Asked of modules that say so, by the compiler.
+        # The compiler reads this from modules that claim to be FSDP's.
         found["_fsdp_use_orig_params"] = True
     return found | said_of_adapters(plain)
 
@@ -79,14 +79,14 @@ def _computed_with(module: nn.Module) -> Tensor:
 
 
 def _generates_together(module: nn.Module) -> bool:
-    """Whether each of its forwards is collective, as transformers asks before it generates."""
+    """Tells transformers that every forward is collective, so that all ranks generate equally long."""
     return not unit_of(module).fsdp_state.unit.is_kept
 
 
 def _refuse_resizing(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        f"resize_token_embeddings of a {type(module).__name__} that is sharded: its parameters have their "
-        "places on all ranks; resize it before flatfsdp.shard"
+        f"resize_token_embeddings of a {type(module).__name__} that is sharded: the layout of its parameters "
+        "is fixed on all ranks; resize it before flatfsdp.shard"
     )
 
 
@@ -101,7 +101,7 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters are listed in their whole shapes, and have no memory."""
+    """Context in which parameters are listed with their whole shapes, and without memory."""
     before: list[tuple[Site, nn.Parameter]] = []
     shapes: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -124,9 +124,9 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Gathers the model, and writes it on the first rank.  Collective over the ranks that share it.
+        """Gathers the model and writes it on the first rank.  Collective over the ranks that share it.
 
-        With a `state_dict` it is not collective: it writes that, where it is called, as a plain model does.
+        With a `state_dict` the call is local: the calling rank writes it, as with a plain model.
 
         Raises:
             RuntimeError: if another rank does not call it, or the first one could not write.
@@ -145,7 +145,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
         units = list(dict.fromkeys(unit for _, unit in units_in(unit_of(module))))
         with whole_units(units, Gathering(rank0_only=True, offload_to_cpu=True), writeback=False):
             if state.grid.is_first:
-                # Also what it asks of modules inside is there, without the others.
+                # All that the method asks of inner modules is here now, without the other ranks.
                 try:
                     gathered = module.state_dict()
                     _pass_state_dict(signature, bound, gathered)
@@ -164,13 +164,13 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_saved_here(module: nn.Module, is_main_process: bool) -> bool:
-    """What transformers 5 asks before it writes a file."""
+    """Tells transformers 5 whether this rank writes a file."""
     return is_main_process and unit_of(module).fsdp_state.grid.is_first
 
 
 @contextmanager
 def _saved_in(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """Inside, the model's `dtype` is that of these values."""
+    """Context in which the model's `dtype` is that of these values."""
     tensors = (value for value in values.values() if isinstance(value, Tensor))
     floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
     _SAVED_DTYPE.leave(module, next(floating, None))

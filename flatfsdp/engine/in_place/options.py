@@ -36,7 +36,7 @@ def require_known(options: Mapping[str, Any]) -> None:
     """Checks names, before anything has changed.
 
     Raises:
-        TypeError: for one that there is not.
+        TypeError: for an unknown option.
     """
     unknown = next((name for name in options if name not in ShardOptions.__annotations__), None)
     if unknown is not None:

@@ -9,7 +9,7 @@ from flatfsdp.engine.methods import UnitMethods
 
 
 def unit_of(module: nn.Module) -> UnitMethods:
-    """The unit that a unit or a part is in: itself, or the one around it.
+    """Returns the unit of a module: itself if it is one, or the unit that the part belongs to.
 
     Raises:
         TypeError: for any other module.

@@ -1,8 +1,8 @@
-"""`shard`: a model is sharded in place, and stays the object, of the class, that it was.
+"""`shard`: shards a model in place; it stays the same object, and an instance of its class.
 
-In:   a module, and a policy that says which modules inside become units.
+In:   a module, and a policy that picks the modules inside that become units.
 Out:  the same module.  Its parameters are listed as this rank's parts, under their own names.
-Next: `build.py` takes the parameters; `classes.py` has what is in front of the module's own class.
+Next: `build.py` takes the parameters; `classes.py` extends the module's own class.
 """
 
 from __future__ import annotations
@@ -49,24 +49,26 @@ def shard(
     such as `module.weight`, is the whole parameter while its unit computes, and reads as NaN otherwise.
 
     The module has the methods of `FlatFSDP` now: `no_sync`, `clip_grad_norm_`, `summon_full_params`, ...
-    Its own methods may call the modules inside.  One that reads a parameter itself, or a method of a module
-    inside that was picked, has to be named to `register_forward_method`.
+    Its own methods may call the modules inside.  Register a method with `register_forward_method` if it reads
+    a parameter itself, or if it belongs to a module inside that became a unit.
 
     Args:
-        module: the same on all ranks.
-        policy: as for `auto_wrap`: every module that it picks becomes a unit, which is gathered, freed and
-            reduced as a whole.  None: the module alone, with what is inside and not sharded yet.
-        optimize_backward_concat: as of `FlatFSDP`; here True by default, so that `module.weight` is a
-            Parameter.
-        options: all others of `FlatFSDP`, see `ShardOptions`.
+        module: module to shard, the same on all ranks.
+        policy: `by_class`, `by_size`, or any callable of (name, module, numel), as for `auto_wrap`.  Every
+            module that it picks becomes a unit: gathered, freed and reduced as a whole.  None makes one unit
+            of the module, with everything inside that is not sharded yet.
+        optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced, and
+            `module.weight` is a Parameter; False is the baseline, in which autograd concatenates gradients.
+        options: the other options of `FlatFSDP`, listed in `ShardOptions`.
 
     Returns:
         `module`.
 
     Raises:
-        TypeError: as `auto_wrap`; for an option that there is not; if no class can be derived from that of
-            the module.
-        ValueError: as `auto_wrap`; if the module is sharded or wrapped already, or is never called.
+        TypeError: if the policy is a class or cannot be called; for an unknown option; if no class can be
+            derived from the module's class.
+        ValueError: if the policy picks nothing; if parameters cannot be sharded, see `FlatFSDP`; if the
+            module is sharded or wrapped already, or is never called.
     """
     require_known(options)
 
@@ -74,7 +76,7 @@ def shard(
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
 
     picked = {} if policy is None else pick_units(module, policy)
-    # All that can be told before anything changes.
+    # Raise all that can be known before anything changes.
     parameters_to_take(module)
     for each in picked:
         _require_shardable(each)
@@ -88,11 +90,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Lets `module.<name>(...)` compute with whole parameters, as `module(...)` does.
 
     Args:
-        module: sharded in place, or a module inside that is in no unit of its own.
-        name: of a method.
+        module: a module that is sharded in place, or a module inside it that is not in a unit of its own.
+        name: name of the method.
 
     Raises:
-        TypeError: if the module is neither.
+        TypeError: if the module is neither of these.
         AttributeError: if it has no such method.
     """
     unit, method = unit_of(module), getattr(module, name)
@@ -105,11 +107,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def _require_shardable(module: nn.Module) -> None:
-    """Checks that `module` can become a unit, and what it calls parts of it; changes nothing.
+    """Checks that `module` can become a unit and the modules it calls its parts; changes nothing.
 
     Raises:
-        TypeError: if no class can be derived from one of theirs.
-        ValueError: if it is a unit already, or is never called.
+        TypeError: if no class can be derived from the class of one of them.
+        ValueError: if `module` is a unit already, or is never called.
     """
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
@@ -150,7 +152,7 @@ def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
 
 
 def _enclose(unit: UnitModule, outer: UnitModule) -> None:
-    """A unit is found to be one of several: it alone calls what is in it, and it may be compiled whole."""
+    """Notes that `outer` alone calls `unit`, which may then be compiled whole."""
     unit.fsdp_state.outer = weakref.ref(outer)
     if not any(each is not unit for _, each in units_in(unit)):
         for _, part in own_modules(unit):
@@ -159,7 +161,7 @@ def _enclose(unit: UnitModule, outer: UnitModule) -> None:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that it calls itself, as far as one can see: children, and those in lists of them."""
+    """Modules that `module` presumably calls itself: its children, and those in lists of modules."""
     for child in module.children():
         if _is_called(child):
             yield child
@@ -168,10 +170,10 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether it has a forward; lists of modules have none."""
+    """Whether the module has a forward; lists of modules have none."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _may_be_part(module: nn.Module) -> bool:
-    """A loss or a metric has no parameters, and needs nobody to gather, or cast, for it."""
+    """Whether the module can be a part; a loss or a metric, without parameters, needs no gather or cast."""
     return _is_called(module) and next(module.parameters(), None) is not None

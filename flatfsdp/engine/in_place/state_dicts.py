@@ -1,7 +1,7 @@
-"""State dicts of a model that is sharded in place: whole tensors go in, and nothing but whole tensors out.
+"""State dicts of a model that is sharded in place: they hold whole tensors only, for save and load.
 
 In:   a unit, whose modules list parts of parameters.
-Out:  hooks of these modules, which a `state_dict` or `load_state_dict` of any module around them runs.
+Out:  hooks on these modules; a `state_dict` or `load_state_dict` of any module around them runs the hooks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Listed(NamedTuple):
     """A parameter that a module lists.
 
     Attributes:
-        attribute: of the module.
-        view: this rank's part.
+        attribute: name of the attribute in the module.
+        view: this rank's part of the parameter.
     """
 
     attribute: str

@@ -1,7 +1,7 @@
-"""Views: what `parameters()` of a model that is sharded in place lists, one for each parameter.
+"""Views: the parameters that a model sharded in place lists, one for each original parameter.
 
 In:   the master shard of one flat group, and the parameters that it was filled from.
-Out:  portions of the shard whose parameters are 1-D views of it, with everything that users keep on theirs.
+Out:  portions of the shard, whose parameters are 1-D views of it and keep the users' own attributes.
 Next: `flat/binding.py` lists them in the modules, optimizers update them, gradients are published to them.
 
     shard   | slot 0 .......|gap| slot 1 ....................|
@@ -47,15 +47,15 @@ _OF_ONE_TENSOR = {
         WHOLE_SHAPE,
     )
 }
-"""What engine and layers say of one tensor, and what is not true of another in its place."""
+"""Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
 
 def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]:
     """One portion of the shard for each slot of its layout, in their order.
 
-    Each is a parameter in the shard's memory and with its version counter: 1-D, in the master's dtype, empty
-    if the slot lies on other ranks.  It requires gradients if the original does, and has the original's own
-    attributes and its whole shape (`whole_shape`).
+    Each is a parameter in the shard's memory that shares its version counter: 1-D, in the master's dtype,
+    empty if the slot lies on other ranks.  It has the original's `requires_grad`, the original's own
+    attributes, and its whole shape (`whole_shape`).
 
     Args:
         originals: the parameters of the slots, in their order.
@@ -73,5 +73,5 @@ def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]
 
 
 def _users_own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Also marks of tensor parallelism, which other libraries read from what an optimizer has."""
+    """The attributes to copy, with tensor-parallel marks, which other libraries read from the optimizer."""
     return {name: value for name, value in attributes.items() if name not in _OF_ONE_TENSOR}

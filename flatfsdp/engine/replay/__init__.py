@@ -1,1 +1,1 @@
-"""Microbatches that are recorded as CUDA graphs and replayed, so that the host has nothing to do."""
+"""Replay: microbatches are recorded as CUDA graphs, which the host launches with one call each."""

@@ -1,4 +1,4 @@
-"""What a recorded microbatch depends on, besides its inputs: if any of it changes, it must not be replayed.
+"""Facts that a recording depends on besides its inputs: if one changes, it must not be replayed.
 
 In:   a model between two microbatches.
 Out:  `Facts`, equal as long as a replay computes what an eager microbatch would.
@@ -23,15 +23,15 @@ from flatfsdp.torch_private import has_global_hooks
 
 
 class Facts(NamedTuple):
-    """All that a recording takes for given.
+    """Everything that a recording takes for granted.
 
     Attributes:
         modes: whether each module is in training mode.
-        passages: how the groups are.
-        trained: which groups are.
-        addresses: of everything that exists outside of recordings, but for buffers.
-        buffers: of modules: where each is, and of which form.
-        ambient: settings of PyTorch and of FP8 around the call.
+        passages: state of each flat group.
+        trained: whether each group is trained.
+        addresses: addresses of everything that exists outside of recordings, except buffers.
+        buffers: address, shape and dtype of each module's buffers.
+        ambient: settings of PyTorch and FP8 around the call.
     """
 
     modes: list[bool]
@@ -46,7 +46,8 @@ class Surroundings:
     """The places of one model's facts, collected once: each microbatch asks for all of them.
 
     Attributes:
-        arenas: the FP8 scales of all layers; layers that run for the first time get others, see `renew`.
+        arenas: memory of the FP8 scales of all layers; layers that run for the first time get new ones, see
+            `renew`.
     """
 
     def __init__(self, root: Root, model: nn.Module) -> None:
@@ -57,13 +58,13 @@ class Surroundings:
         self._with_own: list[Mapping[int, Any]] = []
         self._without_own: list[Mapping[int, Any]] = []
         for hooks in (hooks for module in self._modules for hooks in _hooks_of(module)):
-            # A wrapper has one on what it wraps.
+            # A wrapper has a hook on the module that it wraps.
             is_owned = any(map(is_own_hook, hooks.values()))
             (self._with_own if is_owned else self._without_own).append(hooks)
         self.renew()
 
     def renew(self) -> None:
-        """After an eager microbatch, in which layers may have got scales."""
+        """Collects again after an eager microbatch, in which layers may have got scales."""
         of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
         self.arenas: list[Arena] = list(
             dict.fromkeys(scaling.arena for scalings in of_layers for scaling in scalings)
@@ -88,7 +89,7 @@ class Surroundings:
         )
 
     def why_not(self, *, is_last: bool) -> str | None:
-        """Why a microbatch cannot be recorded or replayed now; None if it can."""
+        """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
         if any(self._without_own) or any(len(hooks) > 1 for hooks in self._with_own):

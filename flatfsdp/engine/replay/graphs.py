@@ -19,19 +19,19 @@ from flatfsdp.torch_private import uses_of_memory
 
 
 class Graph(Protocol):
-    """What was launched by a function."""
+    """A recording of the kernels that a function launches."""
 
     def replay(self) -> None:
-        """Launches it again, with what is in the same memory now."""
+        """Launches the kernels again; they read what is at the same addresses now."""
 
     def reset(self) -> None:
-        """Frees it."""
+        """Frees the graph."""
 
 
 class Graphs:
     """All recordings of one model.
 
-    Eager microbatches run on their stream, too: autograd's nodes stay on the stream that made them.
+    Eager microbatches run on the graphs' stream, too: autograd nodes stay on the stream they were made on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Graphs:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is launched inside runs on the stream of the graphs, in order with the caller's."""
+        """Context that launches on the stream of the graphs, in order with the caller's stream."""
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
@@ -50,12 +50,12 @@ class Graphs:
         caller.wait_stream(self._stream)
 
     def record(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
-        """The graph of what the function launches, which has not run yet, and its result.
+        """Records what the function launches, without running it; returns the graph and the result.
 
-        If that fails, random numbers of earlier graphs are not in step with the generator any more.
+        After a failure, the random numbers of earlier graphs are out of step with the generator.
         """
         graph = torch.cuda.CUDAGraph()
-        # Relaxed: a table of addresses that is new is copied beside the graph.
+        # Relaxed mode: a new table of addresses is copied beside the graph.
         with (
             _sound_generator(self._device),
             _no_garbage_collection(),
@@ -71,10 +71,10 @@ class Graphs:
         return sum(segment["total_size"] for segment in segments)
 
     def kept(self, outputs: Sequence[Tensor]) -> list[int]:
-        """Bytes of the tensors that are still there of those that recorded functions have made.
+        """Bytes of each tensor from a recording that something other than the engine still holds.
 
         Args:
-            outputs: all that may be there.
+            outputs: results of the recordings, which the engine itself holds.
         """
         gc.collect()
         known = [each.untyped_storage().data_ptr() for each in outputs]
@@ -97,7 +97,7 @@ class Graphs:
 
 @contextmanager
 def _sound_generator(device: torch.device) -> Iterator[None]:
-    """A capture that fails would leave the device's default generator captured for good."""
+    """Context that restores the device's generator, which a failed capture would leave captured for good."""
     generator = torch.cuda.default_generators[device.index]
     before = generator.get_state()
     try:
@@ -111,7 +111,7 @@ def _sound_generator(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """An event or a graph that is freed while another one is captured breaks the capture."""
+    """Context without garbage collection: freeing an event or a graph breaks a running capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -123,5 +123,5 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """None where there are no graphs: on CPU."""
+    """Graphs for this device; None on CPU, which has none."""
     return Graphs(device) if device.type == "cuda" else None

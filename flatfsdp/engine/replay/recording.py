@@ -1,4 +1,4 @@
-"""`Recording`: one microbatch as a CUDA graph, and how it leaves the engine.
+"""`Recording`: one microbatch as a CUDA graph, and the state in which it leaves the engine.
 
 In:   a function that runs a microbatch, inputs at addresses of their own.
 Out:  the same kernels and collectives again, for other inputs, with one launch by the host.
@@ -29,12 +29,12 @@ class Recording:
     """One kind of microbatch, of one shape.
 
     Args:
-        run: a microbatch, given its inputs; returns its outputs.
+        run: runs a microbatch on the inputs, and returns its outputs.
         inputs: tensors on the device; replays read them at these addresses.
 
     Attributes:
-        outputs: what the next replay writes to.
-        scalings: the FP8 scales that it moves.
+        outputs: tensors that the next replay overwrites.
+        scalings: FP8 scales that the microbatch updates.
 
     Raises:
         RuntimeError: if something in the microbatch cannot be recorded.
@@ -62,7 +62,7 @@ class Recording:
             self._graph, self.outputs = graphs.record(partial(run, inputs))
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
-        # The engine looks as after an eager microbatch; nothing has run yet.
+        # The groups that an eager microbatch would leave changed; nothing has run yet.
         self._changed: list[tuple[FlatGroup, Passage]] = [
             (group, passage)
             for group, passage, earlier in zip(root.groups, root.passages(), found, strict=True)
@@ -73,14 +73,14 @@ class Recording:
         self._moved = Moved.of(root.ledger).since(before)
 
     def run_first(self) -> Outputs:
-        """Runs what was just recorded: the engine is as it was left already."""
+        """Runs the microbatch that was just recorded; the engine's state is that after it already."""
         self._graph.replay()
         self._renew()
         self._root.reducer.publish_kept(self._reduced)
         return _copies(self.outputs)
 
     def replay(self, inputs: Sequence[Tensor]) -> Outputs:
-        """Another microbatch of the same kind and shape; returns copies of its outputs."""
+        """Runs another microbatch of the same kind and shape; returns copies of its outputs."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -93,23 +93,23 @@ class Recording:
         return _copies(self.outputs)
 
     def release(self) -> None:
-        """Frees the graph; what it has launched is over then."""
+        """Frees the graph, once the kernels that it has launched have ended."""
         self._graph.reset()
 
     def _renew(self) -> None:
-        """What casts read now is of this recording alone."""
+        """Makes casts read this recording's scales instead of cached ones."""
         for arena in self._arenas:
             arena.renew()
 
 
 def _after_one_more(microbatch: Microbatch) -> tuple[int, int]:
-    """Step and index once one more backward has ended."""
+    """Step and index after one more backward."""
     return (microbatch.step + 1, 0) if microbatch.is_last else (microbatch.step, microbatch.index + 1)
 
 
 @contextmanager
 def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
-    """Inside, a microbatch is recorded; if that fails the engine is left as after any failed step."""
+    """Context that records a microbatch; if that fails, the engine is left as after any failed step."""
     _mark(root, arenas, is_recorded=True)
     try:
         yield
@@ -134,22 +134,22 @@ def _mark(root: Root, arenas: Sequence[Arena], *, is_recorded: bool) -> None:
 
 
 class Moved:
-    """What a ledger has counted."""
+    """Counts of a ledger."""
 
     def __init__(self, nbytes: dict[str, int], calls: dict[str, int]) -> None:
         self._bytes, self._calls = nbytes, calls
 
     @classmethod
     def of(cls, ledger: ByteLedger) -> Moved:
-        """All of it so far."""
+        """The counts so far."""
         return cls(dict(ledger.bytes), dict(ledger.calls))
 
     def since(self, before: Moved) -> Moved:
-        """The difference."""
+        """The counts since `before`."""
         return Moved(_minus(self._bytes, before._bytes), _minus(self._calls, before._calls))
 
     def add_to(self, ledger: ByteLedger) -> None:
-        """Books what a replay sends."""
+        """Adds these counts to the ledger: a replay moves as many bytes."""
         ledger.bytes.update(self._bytes)
         ledger.calls.update(self._calls)
 
@@ -163,13 +163,14 @@ def _copies(outputs: Outputs) -> Outputs:
 
 
 def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> None:
-    """Checks that nobody holds memory of a microbatch that is over: the next replay writes there.
+    """Checks that nothing holds tensors of a finished microbatch, which the next replay overwrites.
 
     Args:
-        recordings: all that there are.
+        graphs: graphs of the recordings.
+        recordings: all recordings of the model.
 
     Raises:
-        RuntimeError: if somebody does.
+        RuntimeError: if such a tensor is still alive.
     """
     outputs = [each for recording in recordings for each in recording.outputs if isinstance(each, Tensor)]
     kept = graphs.kept(outputs)

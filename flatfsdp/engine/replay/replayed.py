@@ -1,14 +1,15 @@
-"""`replayed`: a function that runs a microbatch, eagerly at first, and as a CUDA graph from then on.
+"""`replayed`: runs a microbatch eagerly at first, and as a CUDA graph from then on.
 
 In:   a sharded model, and a function that runs forward and backward of one microbatch.
 Out:  a function that computes the same bits, in a fraction of the host's time.
-Next: `recording.py` records; `facts.py` says when a recording is out of date.
+Next: `recording.py` records; `facts.py` tells when a recording is stale.
 
     eager, twice --> recorded, and run --> replayed ... --> replayed
                                  facts changed: eager again --^
 
-The first, a middle and the last microbatch of a step launch different things, and so do other shapes: each is
-a recording of its own.  What one leaves to the next one (`FlatGroup.passage`) lies at addresses that stay.
+The first, a middle and the last microbatch of a step launch different kernels, and so do other shapes: each
+has a recording of its own.  State that passes from one to the next (`FlatGroup.passage`) is at fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 WARM_UP = 2
-"""Eager microbatches of a kind and shape, with the same facts, before one is recorded."""
+"""Number of eager microbatches of a kind and shape, with the same facts, before one is recorded."""
 
 MOST_RECORDINGS = 12
-"""Three kinds of four shapes; the one that was used longest ago makes room."""
+"""Largest number of recordings: three kinds of four shapes.  The least recently used one makes room."""
 
 
 def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
@@ -57,25 +58,25 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
             loss = step(tokens, targets)
         optimizer.step()
 
-    Each kind of microbatch (first, middle, last of a step) is run eagerly twice, then recorded, then
-    replayed, with the bits of an eager one.  It is run eagerly again, and recorded anew, when something that
-    it depends on has changed: the shape of an input, training mode, a loaded checkpoint, a scaling recipe
-    around the call.  Forwards outside of the function, such as evaluations, are eager.  On CPU everything is.
+    Each kind of microbatch (first, middle, last of a step) runs eagerly twice, is then recorded, and from
+    then on replayed, with the bits of an eager one.  It runs eagerly and is recorded again when something
+    that it depends on changes: an input's shape, training mode, a loaded checkpoint, a scaling recipe around
+    the call.  Forwards outside of the function, such as evaluations, are eager.  On CPU everything is eager.
 
-    The function runs one forward and one backward.  What Python does in it is not repeated: it must compute
-    from its arguments and the model alone, not wait for the GPU, and keep no tensor.  Tensors among the
-    arguments come to it on the model's device; numbers and strings are part of the shape, so that one which
-    is another in every call is never replayed.  After a submodule was replaced, call `replayed` again.
+    The function runs one forward and one backward.  Python code in it is not repeated: it must compute from
+    its arguments and the model alone, must not wait for the GPU, and must keep no tensor.  Tensor arguments
+    are moved to the model's device.  Numbers and strings select the recording, so a number that changes in
+    every call is never replayed.  After replacing a submodule, call `replayed` again.
 
     Args:
-        model: sharded in place, or wrapped; the outermost unit.
-        microbatch: runs forward and backward, and returns tensors (or a nest of them), detached.
+        model: the outermost unit, sharded in place or wrapped.
+        microbatch: function that runs forward and backward, and returns detached tensors (or a nest of them).
 
     Returns:
         A function with the same arguments and results.
 
     Raises:
-        TypeError: if the model is no unit.
+        TypeError: if the model is not a unit.
         ValueError: if it has settings that cannot be recorded: `optimize_backward_concat=False`,
             `grad_sync="every"`, `cpu_offload`, tensor parallelism.
     """
@@ -83,14 +84,14 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
 
 
 class Kind(NamedTuple):
-    """Place of a microbatch in its step."""
+    """Place of a microbatch in its step: first, last, both or neither."""
 
     is_first: bool
     is_last: bool
 
 
 class Key(NamedTuple):
-    """What tells recordings apart: place, structure, and of each input the shape and dtype, or the value."""
+    """Key of a recording: place in the step, structure, and each input's shape and dtype, or value."""
 
     kind: Kind
     structure: str
@@ -98,7 +99,7 @@ class Key(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of one call, and where they go; tensors are elsewhere."""
+    """The arguments of one call without their tensors, and the places of these."""
 
     leaves: list[Any]
     structure: TreeSpec
@@ -106,14 +107,14 @@ class Call(NamedTuple):
 
 @dataclass
 class _Seen:
-    """A key that has come up.
+    """State of one key that has been used.
 
     Attributes:
-        facts: when it came up last and was run eagerly.
-        times: how often before that it was, in a row, with the same facts.
-        recording: with the facts that it was made for.
-        outputs: structure of what the function returns.
-        scalings: FP8 scales that its eager runs have moved; a recording may not be the first to note them.
+        facts: facts at its last eager run.
+        times: number of eager runs in a row before that, with the same facts.
+        recording: the recording, with the facts for which it was made.
+        outputs: structure of the function's result.
+        scalings: FP8 scales that its eager runs have updated; a recording may not be the first to do so.
     """
 
     facts: Facts | None = None
@@ -124,10 +125,10 @@ class _Seen:
 
 
 class Replayed(Generic[P, R]):
-    """See `replayed`.
+    """A function that runs microbatches, eagerly or as CUDA graphs; made by `replayed`.
 
     Attributes:
-        replays: microbatches that were replayed so far.
+        replays: number of microbatches replayed so far.
     """
 
     def __init__(self, model: nn.Module, microbatch: Callable[P, R]) -> None:
@@ -183,7 +184,7 @@ class Replayed(Generic[P, R]):
             recording = seen.recording[1]
             root.begin_replayable(recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
-            # Other facts that come up now and then are not worth a recording.
+            # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = None, 0
             return self._results(recording.replay(tensors), seen)
         for unit in root.units:
@@ -218,7 +219,7 @@ class Replayed(Generic[P, R]):
         try:
             recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
         except BaseException:
-            # Their random numbers are out of step.
+            # The random numbers of all recordings are out of step now.
             self._seen.clear()
             raise
         outputs = recording.run_first()
@@ -227,7 +228,7 @@ class Replayed(Generic[P, R]):
         return self._results(outputs, seen)
 
     def _call(self, call: Call, seen: _Seen, inputs: Sequence[Tensor]) -> list[Any]:
-        """Runs the function with these tensors in place of its arguments'; its results, detached."""
+        """Runs the function with these tensors as arguments; returns its results, detached."""
         remaining = iter(inputs)
         given = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(given, call.structure)
@@ -240,11 +241,11 @@ class Replayed(Generic[P, R]):
         return results
 
     def _number(self, key: Key) -> int:
-        """Ranks that number their recordings in another order do not do the same."""
+        """Number of the recording; ranks that record in different orders disagree on it, and raise."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def _forget_unused(self) -> None:
-        """Arguments that are others in every call would be remembered, and kept alive, for good."""
+        """Drops the oldest unrecorded key: arguments that change in every call would pile up for good."""
         waiting = [key for key, seen in self._seen.items() if seen.recording is None]
         if len(waiting) > MOST_RECORDINGS:
             del self._seen[waiting[0]]
@@ -261,7 +262,7 @@ class Replayed(Generic[P, R]):
 
 
 def _described(leaves: Sequence[Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors among the arguments, and what of all arguments tells recordings apart."""
+    """Splits arguments into tensors and the part of all arguments that selects a recording."""
     tensors: list[Tensor] = []
     described: list[Any] = []
     for leaf in leaves:
@@ -270,8 +271,8 @@ def _described(leaves: Sequence[Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
             continue
         if leaf.requires_grad:
             raise ValueError(
-                "an argument of a replayed microbatch requires a gradient, which a replay would not bring "
-                "it; detach it"
+                "an argument of a replayed microbatch requires a gradient, which a replay would not compute; "
+                "detach it"
             )
         tensors.append(leaf)
         described.append((leaf.shape, leaf.dtype))

@@ -1,1 +1,1 @@
-"""When it moves: gathers, reductions, and the end of a backward."""
+"""The step: when parameters are gathered, gradients reduced, and a backward ends."""

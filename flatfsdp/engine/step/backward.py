@@ -1,7 +1,7 @@
-"""`Backward`: whether a backward of the model runs, which forwards it has reached, and how it ends.
+"""`Backward`: tracks a model's running backward, the forwards that it has reached, and its end.
 
-In:   whatever happens first in a backward (`unit.py`), and often after that.
-Out:  the end of the backward, once, when all gradients have landed; or the knowledge that it has failed.
+In:   calls from the first event of a backward (`unit.py`), and from many later ones.
+Out:  one call at the end of the backward, when all gradients have landed; or the knowledge that it failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flatfsdp.torch_private import call_at_end_of_backward, running_backward
 
 
 class _End:
-    """Autograd keeps this callable until the backward ends, and drops it uncalled if the backward fails."""
+    """Callable that autograd keeps until the backward ends, and drops uncalled if the backward fails."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
@@ -24,13 +24,13 @@ class _End:
 
 
 class Backward:
-    """The running backward of one model, with those that reentrant checkpointing nests inside.
+    """The running backward of one model, with the backwards that reentrant checkpointing nests inside.
 
     Args:
         ended: called when all gradients of a backward have landed.
 
     Attributes:
-        is_open: whether one has begun, and has neither ended nor been given up.
+        is_open: whether a backward has begun that has neither ended nor been abandoned.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ class Backward:
         self._end: weakref.ref[_End] | None = None
 
     def is_running(self, number: int) -> bool:
-        """Whether the open one is what autograd runs now, which is backward `number`."""
+        """Whether the open backward is number `number`, which autograd runs now."""
         return self.is_open and number == self._number
 
     @property
@@ -55,11 +55,11 @@ class Backward:
 
     @property
     def has_failed(self) -> bool:
-        """Whether one began whose end was never called and never will be."""
+        """Whether a backward began whose end will never be called."""
         return self.is_open and (self._end is None or self._end() is None)
 
     def open(self) -> None:
-        """The outermost backward begins."""
+        """Begins the outermost backward."""
         self._reached.clear()
         end = _End(self._ended)
         call_at_end_of_backward(end)
@@ -68,7 +68,7 @@ class Backward:
         self.is_open = True
 
     def reach(self, forward: Forward | None) -> None:
-        """What was trained in that forward, and still is, takes part in the reduction of the step."""
+        """Includes in the step's reduction the groups that `forward` trained and that are still trained."""
         if forward is None or forward in self._reached:
             return
         self._reached.append(forward)
@@ -77,6 +77,6 @@ class Backward:
                 group.join_step()
 
     def close(self) -> None:
-        """It has ended, or is given up."""
+        """Ends the backward, or abandons it."""
         self.is_open = False
         self._reached.clear()

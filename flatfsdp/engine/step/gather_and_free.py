@@ -1,7 +1,7 @@
-"""Parameters of a unit come and go: gathered in one launch, beside what is computed, and freed after use.
+"""Gathers a unit's parameters in one launch, overlapped with compute, and frees them after use.
 
-In:   the groups of a unit (`engine/storage/group.py`), and the stream for it.
-Out:  buffers that fill, each group's awaited when a module needs it, and that are empty again.
+In:   the groups of a unit (`engine/storage/group.py`), and the stream for the gather.
+Out:  filled buffers; each group's is waited for when a module needs it, and freed afterwards.
 Next: `unit.py` says when.
 """
 
@@ -20,7 +20,7 @@ def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> 
     """Starts to gather the parameters of one unit, all groups in one launch, if they are missing or stale.
 
     Args:
-        action: what for; for a backward FP8 weights are needed transposed, too.
+        action: purpose of the gather; a backward also needs the transposes of FP8 weights.
     """
     missing = [group for group in groups if group.allocate()]
     untransposed = [
@@ -42,7 +42,7 @@ def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> 
 
 
 def wait(groups: Sequence[FlatGroup]) -> None:
-    """Makes the compute stream wait until the parameters of one unit are there."""
+    """Makes the compute stream wait until the parameters of one unit are gathered."""
     for group in groups:
         group.wait()
 

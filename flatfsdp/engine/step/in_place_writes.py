@@ -1,15 +1,15 @@
-"""Notices writes to what a module computes with, which are lost: `nn.Embedding(max_norm=...)`, `nn.init`.
+"""Notices in-place writes to gathered parameters, which are lost: `nn.Embedding(max_norm=...)`, `nn.init`.
 
 In:   the groups of one unit.
-Out:  an error after a forward that has written, or before the forward or the backward that comes after a
-      write, under the parameter's name.
+Out:  an error that names the parameter: after a forward that wrote, or before the forward or backward that
+      follows the write.
 
-What such a forward changes is the gathered copy.  It is gone when the unit is freed, or when the next step
-casts and gathers anew.  Replicas, which are not gathered, would each keep their own change.  One rank by
-itself raises, too, so that a program means the same on any number of ranks.
+Such a forward changes the gathered copy, which is lost when the unit is freed or the next step casts and
+gathers again.  Without a gather, replicas would each keep their own change.  A single rank raises, too, so
+that a program means the same on any number of ranks.
 
-PyTorch counts in-place writes.  An operator that writes counts on every rank, whatever it finds to change, so
-all ranks raise in the same forward.
+PyTorch counts calls of in-place operators, whether or not they find anything to change, so all ranks raise in
+the same forward.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class WriteCheck:
         self._known: list[list[int]] = []
 
     def add(self, group: FlatGroup) -> None:
-        """Watches the parameters of this one, too, as they are now."""
+        """Watches the parameters of this group, too, from their current versions on."""
         self._groups.append(group)
         self._known.append(group.params.versions)
 
     def require_none(self) -> None:
-        """Between two forwards, or a forward and its backward.
+        """Checks for writes between two forwards, or between a forward and its backward.
 
         Raises:
             RuntimeError: if a parameter was written to since the last forward; once.
@@ -50,7 +50,7 @@ class WriteCheck:
 
     @never_traced
     def end(self) -> None:
-        """The forward has ended, or failed.
+        """Checks for writes inside a forward that has ended or failed.
 
         Raises:
             RuntimeError: if it has written to a parameter.
@@ -64,7 +64,7 @@ class WriteCheck:
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:
-        """Groups that have been written to, and the names in question; the next call begins anew."""
+        """Yields groups that were written to, with the parameters' names; the next call starts afresh."""
         known, self._known = self._known, [group.params.versions for group in self._groups]
         for group, before, after in zip(self._groups, known, self._known, strict=True):
             if before != after:

@@ -1,4 +1,4 @@
-"""The order in which a forward called its units, from which the next one knows what to gather ahead.
+"""Records the order in which a forward calls its units, to know what the next one should gather ahead.
 
 In:   units as they are called (`unit.py`).
 Out:  the units to gather ahead, in a forward and in its backward.
@@ -16,7 +16,7 @@ from flatfsdp.policy import Prefetch
 
 
 class Ordered(Protocol):
-    """What the order has to know of a unit."""
+    """Interface of a unit, as far as the order needs it."""
 
     groups: list[FlatGroup]
 
@@ -29,7 +29,7 @@ class Ordered(Protocol):
         """Whether all gradients of the running backward have landed."""
 
     def unshard(self, action: Action) -> None:
-        """Starts to gather the parameters."""
+        """Starts gathering the parameters."""
 
 
 class Forward:
@@ -37,7 +37,7 @@ class Forward:
 
     Attributes:
         units: in the order of their calls.
-        trained: the groups to which its graph may lead.
+        trained: groups whose parameters its graph may lead to.
     """
 
     def __init__(self, units: Iterable[Ordered] = ()) -> None:
@@ -47,7 +47,7 @@ class Forward:
     def record(self, unit: Ordered) -> int:
         """Notes that `unit` runs now; returns its position."""
         if unit not in self.units:
-            # It may have been frozen since the forward began.
+            # The unit may have been frozen since the forward began.
             self.trained.difference_update(unit.groups)
         self.trained.update(unit.trained)
         self.units.append(unit)
@@ -55,10 +55,10 @@ class Forward:
 
 
 class ForwardOrder:
-    """The units in the order of their calls in a forward, for prefetching.
+    """Order in which a forward called its units, for prefetching.
 
     Attributes:
-        current: the forward that runs, or ran last.
+        current: the running forward, or the last one.
     """
 
     def __init__(self, prefetch: Prefetch) -> None:
@@ -67,15 +67,15 @@ class ForwardOrder:
         self.current = Forward()
 
     def start(self, units: Iterable[Ordered]) -> None:
-        """A root forward begins, of some of these units."""
+        """Begins a forward of the root, in which some of these units run."""
         self._previous, self.current = self.current, Forward(units)
 
     def forget(self) -> None:
-        """A forward has failed, perhaps on each rank at another unit: the next one gathers nothing ahead."""
+        """Forgets a failed forward, which may differ between ranks: the next one gathers nothing ahead."""
         self._previous, self.current = Forward(), Forward()
 
     def after(self, position: int) -> Iterator[Ordered]:
-        """Units to gather ahead in a forward: those that followed here in the previous one."""
+        """Units to gather ahead in a forward: those that followed this position in the previous one."""
         previous = self._previous.units
         if position < len(previous) and previous[position] is self.current.units[position]:
             yield from previous[position + 1 : position + 1 + self._prefetch.forward]

@@ -5,15 +5,15 @@ Out:  the master's gradient: this rank's shard of the mean over all data-paralle
 Next: hooks that users have on views (`register_post_accumulate_grad_hook`), `optim/clip.py`, the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
-registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So a
-parameter may be without a gradient on some ranks: its group reduces zeros there.  Each reduction carries
-which unit it is for (`comm/checking/journal.py`), so ranks that do not pair raise.
+registration, which is the order of a backward.  A unit that is ready early waits for its turn.  A parameter
+may therefore lack a gradient on some ranks: its group reduces zeros there.  Each reduction carries the
+identity of its unit (`comm/checking/journal.py`), so ranks that do not pair raise.
 
     main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
               --all-reduce across replicas, in the last backward
               --all-reduce across tensor-parallel ranks, where each has a part of a sum--> master.grad
 
-With `grad_sync="last"` there is one reducing backward, so `partial_grad` is nothing to keep.
+With `grad_sync="last"` there is one reducing backward, and `partial_grad` is not kept.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ gradients are being computed.  Bounds how many gradient buffers outlive their ba
 
 
 class _Reduction(NamedTuple):
-    """One unit's reduction, under way on the stream until the compute stream has waited for `done`."""
+    """One unit's reduction, running on the side stream until the compute stream has waited for `done`."""
 
     groups: Sequence[FlatGroup]
     kept: list[Tensor | None]
-    """What the stream still reads: memory of the compute stream, which would use it again at once."""
+    """Tensors that the stream still reads; freed now, the compute stream would reuse their memory at once."""
     reduced: list[Tensor]
-    """One a group."""
+    """Reduced gradients, one a group."""
     done: torch.cuda.Event | None
     is_complete: bool
-    """Whether `reduced` are the gradients, not a part of them that stays in `partial_grad`."""
+    """Whether `reduced` is the final gradient, not a part of it that stays in `partial_grad`."""
 
 
 class Reducer:
     """Reduces the gradients of all groups of one root.
 
     Args:
-        units: the groups of each unit, in registration order.  Of one unit, those that take part in the step
-            are reduced together.
+        units: the groups of each unit, in registration order.  The groups of a unit that take part in the
+            step are reduced together.
 
     Attributes:
-        recorded: the groups that the last recorded microbatch has reduced.
+        recorded: groups that the last recorded microbatch has reduced.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reducer:
         return any(group.takes_part for groups in self._order for group in groups)
 
     def ready(self, groups: Sequence[FlatGroup]) -> None:
-        """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
+        """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
         first = self._next
         while self._next < len(self._order) and not self._is_awaited(self._next):
@@ -97,11 +97,11 @@ class Reducer:
         self._warn_if_late(first, held=len(self._ready.intersection(range(first, self._next))) - 1)
 
     def _is_awaited(self, index: int) -> bool:
-        """Whether something of that unit may still land; nothing of a frozen one does."""
+        """Whether gradients of that unit may still land; a frozen unit gets none."""
         return index not in self._ready and any(group.is_awaited for group in self._order[index])
 
     def _warn_if_late(self, first: int, held: int) -> None:
-        """Once, if a unit has held up many others, whose reductions then overlap with no computation."""
+        """Warns once if a unit has held up many others, whose reductions then overlap with no computation."""
         if held > MAX_IN_FLIGHT and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -115,17 +115,17 @@ class Reducer:
         """Reduces what is left and sets the gradient of every group, adding to one that is there.
 
         Args:
-            publishes: False: only notes in `recorded` which groups these are.
+            publishes: False only notes the groups in `recorded`.
         """
         self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
         for groups in self._order[self._next :]:
             self._launch(groups)
-        # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.
+        # A nested backward (reentrant checkpointing) may have added to a unit that was reduced already.
         for groups in self._order:
             self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
         while self._in_flight:
             self._retire()
-        # Only now, so that a backward that fails half-way leaves every gradient as it was.
+        # Only now, so that a backward that fails half-way leaves all gradients as they were.
         if publishes:
             self._publish()
         else:
@@ -133,19 +133,19 @@ class Reducer:
         self.forget()
 
     def publish_kept(self, groups: Iterable[FlatGroup]) -> None:
-        """A replay has reduced these groups, to where they keep their gradients."""
+        """Publishes the gradients of these groups, which a replay has reduced into their kept memory."""
         self._reduced = [(group, group.kept_grad) for group in groups if group.kept_grad is not None]
         self._publish()
         self.forget()
 
     def abandon(self) -> None:
-        """Waits for what is under way and forgets its results."""
+        """Waits for the running reductions and drops their results."""
         for reduction in self._in_flight:
             compute_waits_for(reduction.done, self._device)
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what is under way, without waiting for it, and its results."""
+        """Drops the running reductions and their results without waiting for them."""
         self._in_flight.clear()
         self._reduced.clear()
         self._ready.clear()
@@ -159,7 +159,7 @@ class Reducer:
             self._retire()
         is_last = groups[0].microbatch.is_last
         flats = [_taken(group) for group in groups]
-        # Allocated here, on the compute stream, which is where they are used in the end.
+        # Allocated on the compute stream, which uses them in the end.
         shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
         with self._stream.after_compute():
@@ -176,7 +176,7 @@ class Reducer:
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
     def _kept(self, group: FlatGroup) -> Tensor | None:
-        """Memory for the reduced gradient at an address for good; None if there is none, or it is in use."""
+        """Memory with a fixed address for the reduced gradient; None if there is none, or it is in use."""
         return group.kept_grad if group.is_kept_grad_free else None
 
     def _reduce_scatter(
@@ -202,7 +202,7 @@ class Reducer:
         return shards
 
     def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
-        """With what earlier backwards of this step have reduced; in the last one over all ranks."""
+        """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
         if group.partial_grad is not None or not is_last:
             reduced = self._add_to_partial(group, reduced)
         if is_last:
@@ -211,7 +211,7 @@ class Reducer:
         return reduced
 
     def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        """Sum over this step's reducing backwards, in the dtype that microbatches are accumulated in."""
+        """Adds to the sum over this step's reducing backwards, in the dtype of accumulation."""
         reduced, partial = self._cast(reduced, group.policy.precision.accumulate), group.partial_grad
         if partial is not None:
             reduced = partial.add_(reduced)
@@ -235,7 +235,7 @@ class Reducer:
         return reduced
 
     def _tp_all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        """In FP32 at least; once a step."""
+        """All-reduces over tensor-parallel ranks in FP32 at least, once a step."""
         ranks = group.reduce_grid.tensor
         if ranks.size == 1:
             return reduced
@@ -260,7 +260,7 @@ class Reducer:
                 self._reduced.append((group, grad))
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Usually nothing: gradients are reduced in the dtype of their accumulation."""
+        """Casts to the reduce dtype; usually nothing, as gradients are accumulated in that dtype."""
         if tensor.dtype == dtype:
             return tensor
         cast = tensor.to(dtype)
@@ -268,11 +268,11 @@ class Reducer:
         return cast
 
     def _publish(self) -> None:
-        """Hands the gradients over to the optimizer, on its device."""
+        """Hands the gradients to the optimizer, on its device."""
         downloads = [group.master.is_offloaded for group, _ in self._reduced]
         grads = [self._download(group, g) if group.master.is_offloaded else g for group, g in self._reduced]
         if any(downloads):
-            # The optimizer's first read is on the host.
+            # The optimizer reads them on the host first.
             torch.cuda.current_stream(self._device).synchronize()
         for (group, _), grad in zip(self._reduced, grads, strict=True):
             added = group.master.add_grad(grad)

@@ -1,7 +1,7 @@
 """Finds the groups that are trained: their flat parameters require gradients now.
 
 In:   `requires_grad` of flat parameters, which a user may change at any time (`module.requires_grad_()`).
-Out:  what the modules see follows it, at every forward and at the begin of every backward.
+Out:  what the modules see follows that, at each forward and at the beginning of each backward.
 Next: `unit.py` waits for the gradients of the groups that take part; `reduce.py` reduces those.
 
     at the forward    at the backward    gradients
@@ -9,10 +9,9 @@ Next: `unit.py` waits for the gradients of the groups that take part; `reduce.py
     trained           frozen             none, as PyTorch's: a leaf that is frozen accumulates nothing
     frozen            either             none: the graph does not lead to the parameters
 
-A group takes part in a step's reduction, on all ranks, from the first backward of it that reaches a forward
-for which it was trained, and in which it still is.  That depends on flags only, which are the same on all
-ranks, not on what has landed here.  A group that takes no part is left alone: nothing is allocated, launched
-or published.
+A group takes part in a step's reduction, on all ranks, from the step's first backward that reaches a forward
+in which the group was trained, if it still is.  That depends on flags only, which are the same on all ranks,
+not on what has landed here.  For other groups nothing is allocated, launched or published.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from flatfsdp.engine.storage.group import FlatGroup
 
 
 def follow_requires_grad(group: FlatGroup) -> None:
-    """Trains or freezes what the modules see, as the flat parameter says.
+    """Trains or freezes the module's parameters, as the flat parameter says.
 
     Raises:
-        RuntimeError: if it cannot be trained.
+        RuntimeError: if the group cannot be trained, or only some of its parameters were changed.
     """
     trains = group.trains
     mixed = [each.requires_grad for each in group.flagged]

@@ -1,4 +1,4 @@
-"""`Root`: the state of one model, which all its units share; forwards and backwards begin and end here.
+"""`Root`: the state of one model, shared by its units; forwards and backwards begin and end here.
 
 In:   the first FlatFSDP module that is called becomes the root of all FlatFSDP modules inside it.
 Out:  one `Root` that its units refer to.
@@ -48,19 +48,19 @@ class MemoryPool(Protocol):
 
 
 class Root:
-    """Shared state of one model.  Its construction is collective.
+    """State that all units of one model share.  Its construction is collective.
 
     Args:
-        number: the model's, the same on all ranks.
-        rank_timeout: as of `FlatFSDP`.
+        number: number of the model, the same on all ranks.
+        rank_timeout: seconds that a rank waits for the others in a gather or reduction.
 
     Attributes:
-        units: in registration order; the root module's own comes first.
-        groups: of all units, in that order.
-        scales: of FP8 layers, as they were when the step began.
-        forward_action: what the running forward, or the last one, gathers for.
-        backward: the one that runs, if any.
-        pools: of recorded microbatches, as long as there are any.
+        units: units in registration order, the root module's own first.
+        groups: flat groups of all units, in that order.
+        scales: scales of FP8 layers at the beginning of the step.
+        forward_action: purpose for which the running forward, or the last one, gathers.
+        backward: tracks the running backward.
+        pools: memory pools of recorded microbatches, as long as there are any.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Root:
         self._model = self._join(number, rank_timeout)
 
     def _join(self, number: int, rank_timeout: float) -> ModelIdentity:
-        """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
+        """Gives all groups what they share, and makes replicas equal.  Collective."""
         for group in self.groups:
             group.attach(self.microbatch, self.ledger, self.scales)
         grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
@@ -113,10 +113,10 @@ class Root:
         return model
 
     def call_before_shutdown(self, method: Callable[[], None]) -> None:
-        """Calls a bound method before any process group is destroyed over which this model communicates.
+        """Calls a bound method before any of this model's process groups is destroyed, or Python ends.
 
-        Or before Python ends: a communicator of NCCL waits for the CUDA graphs that launch its collectives,
-        and `destroy_process_group()` with it, for good if nobody frees them.
+        A communicator of NCCL waits for the CUDA graphs that launch its collectives.  Unless they are freed
+        first, `destroy_process_group()` never returns.
         """
         for ranks in self._model.communicators:
             if ranks.group is not None:
@@ -129,32 +129,32 @@ class Root:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients that land now are to be reduced in this backward."""
+        """Whether gradients that land now are reduced in this backward."""
         return self._reduce_every or self.microbatch.is_last
 
     def begin_forward(self, inputs: object) -> None:
-        """Called before the outermost forward of any unit; the inner ones run inside it.
+        """Begins the outermost forward of any unit; the inner ones run inside it.
 
         Args:
-            inputs: what it is called with.
+            inputs: arguments of the forward.
         """
         self._look_at_user()
         self._compare_inputs(inputs)
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
-            # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
+            # Evaluations often run on other weights, such as an average, written uncounted through `.data`.
             self._expire()
         self._follow_user()
         self.order.start(self.units)
         self._refresh_scales()
         tape = current_tape()
-        # A reentrant checkpoint runs a training forward without gradients first.
+        # A reentrant checkpoint runs a training forward under no_grad first.
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
             self.scales.begin_forward(self._versions)
         self.in_forward = True
 
     def _compare_inputs(self, inputs: object) -> None:
-        """Ranks that share layers say how much they put in, and then exchange parts of equal size."""
+        """Checks that ranks which share layers have inputs of equal size: they exchange parts of these."""
         if self._tensor_ranks and any(group.model is not None for group in self.groups):
             elements = sum(tensor.numel() for tensor in tensors_in(inputs))
             is_early = self.microbatch.steps_reduced == 0
@@ -163,7 +163,7 @@ class Root:
                 declare(ranks, identity, self._device)
 
     def _look_at_user(self) -> None:
-        """Raises what can be known before anything is gathered."""
+        """Checks what the user may have done to the parameters, before anything is gathered."""
         self._look_at_ranks()
         self._require_own_memory()
         self._require_no_hooks()
@@ -180,7 +180,7 @@ class Root:
         return [group.master.version for group in self.groups]
 
     def _require_own_memory(self) -> None:
-        """Looks at all units before any is gathered: ranks may hold parts of different ones."""
+        """Checks all units before any is gathered: ranks may hold parts of different ones."""
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
@@ -190,7 +190,7 @@ class Root:
                 )
 
     def _require_no_hooks(self) -> None:
-        """Looks at what optimizers have, which no graph leads to."""
+        """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
             for number, portion in enumerate(group.master.portions):
                 if portion.parameter._backward_hooks:
@@ -207,7 +207,7 @@ class Root:
             scales.refresh()
 
     def end_forward(self, *, backward_follows: bool) -> None:
-        """Frees what was gathered ahead and not used and, without a backward, everything."""
+        """Frees what was gathered ahead and not used; without a backward, frees everything."""
         self.in_forward = False
         self.scales.end_forward()
         for unit in self.units[1:]:
@@ -223,7 +223,7 @@ class Root:
 
     @never_traced
     def fail_forward(self) -> None:
-        """The outermost forward raised; one without a backward has left gradients alone."""
+        """Cleans up after the outermost forward raised; without a backward, gradients are untouched."""
         self.in_forward = False
         self.scales.end_forward()
         self.order.forget()
@@ -242,14 +242,14 @@ class Root:
             unit.expire()
 
     def _follow_user(self) -> None:
-        """What has been done to flat parameters since: gradients zeroed, parameters frozen or unfrozen."""
+        """Follows what the user did to flat parameters: zeroed gradients, froze or unfroze parameters."""
         for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, all parameters are there.  Collective at the beginning.
+        """Context in which all parameters are gathered.  Collective at the beginning.
 
         Raises:
             RuntimeError: inside a forward or backward.
@@ -274,10 +274,10 @@ class Root:
                 unit.expire()
 
     def begin_backward(self, forward: Forward | None = None) -> int:
-        """Called by whatever happens first in a backward, and often after that; returns its number.
+        """Begins a backward at its first event, and is called by later ones, too; returns its number.
 
         Args:
-            forward: the one whose graph the backward has come to; None if that is not known.
+            forward: the forward whose graph the backward has reached; None if that is not known.
         """
         number = running_backward()
         if not self.backward.is_running(number):
@@ -289,17 +289,17 @@ class Root:
             if self.backward.has_failed:
                 self.abandon_step()
             if not self.backward.is_open:
-                # Other weights may have been there since the forward.
+                # Other weights, such as an average, may have been in place since the forward.
                 self._refresh_scales()
                 self._follow_user()
-                # Nobody knows for outputs without tensors: then a backward follows its forward.
+                # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
         self.backward.reach(forward)
         return number
 
     def end_backward(self) -> None:
-        """All gradients of this backward have landed."""
+        """Ends a backward whose gradients have all landed."""
         look(self._model)
         if self.reduces:
             self.reducer.finish(publishes=not self.microbatch.is_recorded)
@@ -328,18 +328,18 @@ class Root:
             self._look_at_user()
             self._follow_user()
         else:
-            # What else users change between microbatches is noticed in the next step.
+            # Other changes by users between microbatches are noticed in the next step.
             self._look_at_ranks()
             for group in self.groups:
                 group.drop_if_zeroed()
 
     def begin_replayable(self, scalings: Iterable[Scaling], action: Action, number: int) -> None:
-        """Before a microbatch that is eager, recorded or replayed: what they have in common.  Collective.
+        """Does what an eager, a recorded and a replayed microbatch have in common first.  Collective.
 
         Args:
-            scalings: which FP8 scales it moves.
-            action: which of these it is, for other ranks.
-            number: of the recording, the same on all ranks.
+            scalings: FP8 scales that it updates.
+            action: which of the three it is, for the check against other ranks.
+            number: number of the recording, the same on all ranks.
         """
         is_first, is_last = self.microbatch.index == 0, self.microbatch.is_last
         # Under ZeRO-2, ranks may have different numbers of microbatches between.
@@ -347,7 +347,7 @@ class Root:
         if launches and any(group.model is not None for group in self.groups):
             place = self.microbatch.steps_reduced, self.microbatch.index
             identity = Identity(action, self._model, number, *place)
-            # All but the last only gather.
+            # Microbatches before the last only gather.
             for ranks in self._model.data_parallel if is_last else self._gather_ranks:
                 declare(ranks, identity, self._device)
         if is_first:
@@ -357,14 +357,14 @@ class Root:
             self.scales.end_forward()
 
     def passages(self) -> list[Passage]:
-        """How all groups are between two microbatches."""
+        """State of all groups between two microbatches."""
         return [group.passage for group in self.groups]
 
     def skip_to(self, passages: Iterable[tuple[FlatGroup, Passage]], reduced: Sequence[FlatGroup]) -> None:
-        """A microbatch was replayed: everything is as if it had been run.
+        """Sets the state that a replayed microbatch would have left, had it run eagerly.
 
         Args:
-            passages: how it leaves groups, all those that it finds otherwise.
+            passages: groups that it changes, each with the state that it leaves.
             reduced: groups whose gradients it has reduced.
         """
         for group, passage in passages:
@@ -375,18 +375,18 @@ class Root:
         self._end_microbatch()
 
     def abandon_recording(self) -> None:
-        """A recording has failed, in a forward or a backward, and nothing of it will run."""
+        """Cleans up after a failed recording, none of which will run."""
         self.in_forward = False
         self.scales.end_forward()
         self.order.forget()
-        # Nobody may wait for what would have been launched.
+        # The recorded reductions never run, so nothing may wait for them.
         self.reducer.forget()
         for group in self.groups:
             group.forget_recorded()
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """After an exception: back to a state in which the next step is clean."""
+        """Restores a state in which the next step is clean, after an exception."""
         logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
         self.backward.close()
         self.reducer.abandon()
@@ -397,5 +397,5 @@ class Root:
 
 
 def _several(dimensions: Iterable[Ranks]) -> list[Ranks]:
-    """Each communicator of more than one rank, once."""
+    """Communicators of more than one rank, each once."""
     return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

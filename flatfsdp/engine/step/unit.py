@@ -1,4 +1,4 @@
-"""One wrapped module through forward and backward: when its parameters come and go, when it is done.
+"""Drives one unit through forward and backward: when its parameters come and go, and when it is done.
 
 In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
 Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when it is done.
@@ -16,11 +16,11 @@ Kept: with `reshard_after_forward=False` until the last backward of a step; the 
 `keep_as_root=False`) from its forward to its backward, because its head runs last in one and first in the
 other.  Nothing is kept where no backward follows.
 
-All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
-`weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
-an *open use* from the first gradient of its outputs to the last gradient of its inputs, and the unit is done
-when everything has landed and no use is open.  Parameters of a unit around other units may also be needed
-for the gradients of what those return, so they stay until the backward is over.
+All gradients having landed is not enough to free parameters in backward: the gradient of the unit's inputs
+may still need a frozen parameter, or a use of `weight.detach()`.  So each call of the module is an *open use*
+from the first gradient of its outputs to the last gradient of its inputs, and the unit is done when
+everything has landed and no use is open.  Inner units' outputs may also need the parameters of the unit
+around them for their gradients, so those parameters stay until the backward is over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
 
 class SharedByUnits(Protocol):
-    """What a unit needs of its root (`root.py`)."""
+    """Interface of the root (`root.py`), as far as a unit needs it."""
 
     microbatch: Microbatch
     order: ForwardOrder
@@ -64,22 +64,22 @@ class SharedByUnits(Protocol):
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients that land now are to be reduced in this backward."""
+        """Whether gradients that land now are reduced in this backward."""
 
     def begin_backward(self, forward: Forward | None = None) -> int:
-        """Called by whatever happens first in a backward; returns its number."""
+        """Begins a backward at its first event; returns its number."""
 
 
 class Unit:
-    """The flat groups of one wrapped module and their bookkeeping.
+    """Flat groups of one wrapped module, and their bookkeeping.
 
     Attributes:
-        groups: of parameters that were built trained or frozen, stored in FP8 or not; those that there are.
-        root: shared state of the model; set when the root module is first used.
-        is_kept: whether the parameters stay where they are, inside `Root.kept`.
-        keep_as_root: whether the root's own parameters stay from its forward to its backward.
+        groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
+        root: state shared by the model's units; set when the root module is first used.
+        is_kept: whether the parameters stay gathered, inside `Root.kept`.
+        keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         reshards_after_forward: whether parameters are freed between forward and backward.
-        writes: notices writes to what the module computes with.
+        writes: check for in-place writes to gathered parameters.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
@@ -90,7 +90,7 @@ class Unit:
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck()
-        # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
+        # By running backward: one that reentrant checkpointing nests in another counts separately.
         self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
         self._empty_in: set[int] = set()
@@ -109,13 +109,13 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether some parameter is not there to compute with."""
+        """Whether some parameter is not gathered."""
         return any(group.state is ShardState.SHARDED for group in self.groups)
 
     # ---- parameters -------------------------------------------------------------------------------------
 
     def unshard(self, action: Action) -> None:
-        """Starts to gather the parameters."""
+        """Starts gathering the parameters."""
         unshard(self.groups, self.root.gather_stream, action)
 
     def show(self, action: Action) -> None:
@@ -136,7 +136,7 @@ class Unit:
                 group.compute_shard.expire()
 
     def _use(self, upcoming: Iterator[Ordered], action: Action) -> None:
-        """Gathers this unit first, then what comes after it, and waits for this one only."""
+        """Gathers this unit first, then the upcoming ones, and waits for this one only."""
         self.unshard(action)
         for unit in upcoming:
             unit.unshard(action)
@@ -146,7 +146,7 @@ class Unit:
 
     @never_traced
     def before_forward(self) -> int:
-        """Makes the parameters ready; returns the unit's position in this forward."""
+        """Gathers the parameters; returns the unit's position in this forward."""
         for group in self.groups:
             follow_requires_grad(group)
             require_one_flag(group)
@@ -157,8 +157,8 @@ class Unit:
                     "resize it) before the model is sharded"
                 )
         if in_backward():
-            # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
-            # it may have finished its backward already, so that nobody would free it.
+            # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
+            # have finished its backward already, so that nothing would free it.
             position = -1
             self._use(iter(()), Action.BACKWARD)
         else:
@@ -173,33 +173,33 @@ class Unit:
         """Frees the parameters, or arranges for the backward to find them; returns the outputs.
 
         Args:
-            given: versions of the inputs before the forward, see `versions_of`.
+            given: versions of the inputs before the forward, from `versions_of`.
         """
         tensors, uses_nothing = tensors_in(outputs), False
         differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
         returned = [t for t in differentiable if _is_input(t, given)]
         if returned:
-            # Two units that return their input would both have their hooks on one tensor, where the backward
-            # runs them in the order of registration: the first unit's before the second one's.
+            # Two units that return their input would both hook one tensor, and the backward would run the
+            # hooks in the order of registration: the first unit's before the second one's.
             outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
-            # This rank skipped it, as in stochastic depth: there is no gradient to wait for, and the unit is reduced
-            # as soon as on the others, or they would wait.
+            # As in stochastic depth, on this rank: there is no gradient to wait for.  The unit has to be
+            # reduced as early as on the other ranks, or they would wait.
             uses_nothing = len(returned) == len(differentiable)
             tensors = tensors_in(outputs)
             differentiable = [t for t in tensors if t.requires_grad]
         if differentiable:
             use = self._follow_inputs(inputs)
             versions = [group.compute_shard.version for group in self.groups]
-            # A recomputation may be of another forward than the last one.
+            # A recomputation may belong to an earlier forward.
             forward = None if in_backward() else self.root.order.current
-            # In another call of this forward there may be gradients to wait for.
+            # Another call in this forward may have gradients to wait for.
             is_empty = uses_nothing and forward is not None and forward.units.count(self) == 1
             hook = partial(self._before_backward, use, is_empty, versions, forward, position)
             for tensor in differentiable:
                 tensor.register_hook(hook)
         if in_backward():
             return outputs
-        # A backward that starts from something in which no tensor was found could not gather them again.
+        # A backward that starts from an output without visible tensors could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
         keeps = (self is self.root.unit and self.keep_as_root) or not self.reshards_after_forward
         if not is_opaque and not (differentiable and keeps):
@@ -217,14 +217,14 @@ class Unit:
                 )
 
     def _follow_inputs(self, inputs: Any) -> object | None:
-        """Opens a use that ends once the inputs have their gradients; None if none will have one."""
+        """Opens a use that ends when the inputs have their gradients; None if none will have one."""
         awaited = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         if not awaited:
             return None
         use = object()
 
         def arrived(key: int, _grad: Tensor) -> None:
-            # An input that is a leaf would keep its hook for good.
+            # A leaf input would keep its hook for good.
             handles.pop(key).remove()
             if not handles:
                 self._open_uses.discard(use)
@@ -246,7 +246,7 @@ class Unit:
     ) -> None:
         for group, version in zip(self.groups, versions, strict=True):
             group.require_version(version)
-        # autograd notices most such writes, but not those to parts of a joint, which is what it has saved.
+        # autograd notices most such writes, but not those to parts of a joint: it has saved the joint.
         self.writes.require_none()
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
@@ -258,12 +258,12 @@ class Unit:
         ahead = iter(()) if forward is None else self.root.order.before(forward, position)
         self._use(ahead, Action.BACKWARD)
         for group in self.groups:
-            # A recomputation inside the module reads them again.
+            # A recomputation inside the module reads the parameters again.
             group.params.show()
 
     @property
     def backward_done(self) -> bool:
-        """Whether all gradients of the running backward have landed; a nested one counts by itself."""
+        """Whether all gradients of the running backward have landed; a nested one counts separately."""
         return self._num_awaited > 0 and self._all_landed_in(running_backward())
 
     @property
@@ -279,7 +279,7 @@ class Unit:
         return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
-        """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
+        """Notes that slot `index` of a trained group, or every slot for None, has its gradient."""
         landed = self._landed[self.root.begin_backward()][group]
         group.join_step()
         slots = len(group.layout.slots)
@@ -293,10 +293,10 @@ class Unit:
     def _reduce_and_free_if_done(self) -> None:
         if self._contains_units or self._open_uses:
             return
-        # A recomputation inside this unit runs a nested backward, after which the outer one goes on here.
+        # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
-        # A nested backward may bring more, so the unit is reduced at the end.
+        # Unless no nested backward can bring more, the unit is reduced at the end of the backward.
         is_complete = self._was_followed and not self.root.backward.is_nested
         if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)
@@ -307,21 +307,21 @@ class Unit:
             self.reshard()
 
     def end_of_backward(self) -> None:
-        """The whole backward is over: frees what is still there and starts to count anew."""
+        """Frees what is still gathered at the end of the whole backward, and starts counting afresh."""
         for group in self.groups:
             if group.main_grad is not None and group.main_grad.holds_gradients:
                 if group.takes_part:
                     group.main_grad.flush()
                 else:
-                    # A layer wrote it for a parameter that had been frozen since the forward.
+                    # A layer wrote the gradient of a parameter that was frozen after the forward.
                     group.main_grad.drop()
-        # What was gathered ahead of a frozen unit has not been used.
+        # A frozen unit does not use what was gathered ahead for it.
         wait(self.groups)
         self._free_after_backward()
         self._forget_backward()
 
     def abandon(self) -> None:
-        """After an exception: frees parameters and drops gradients."""
+        """Frees parameters and drops gradients after an exception."""
         self.reshard()
         self.expire()
         self._forget_backward()
@@ -335,10 +335,10 @@ class Unit:
         self._was_followed = False
 
     def keep_addresses(self, *, of_sums: bool) -> None:
-        """What crosses the border between two microbatches is at one address for good.
+        """Fixes, for good, the addresses of what passes from one microbatch to the next.
 
         Args:
-            of_sums: whether gradients do: steps have more than one microbatch.
+            of_sums: whether gradients pass, too: steps have more than one microbatch.
         """
         for group in self.groups:
             group.keep_grad()
@@ -354,18 +354,18 @@ class Unit:
 
 
 def _of_groups() -> defaultdict[FlatGroup, set[int]]:
-    """Slots that have landed, by their groups."""
+    """Makes a map from a group to the slots that have landed."""
     return defaultdict(set)
 
 
 @never_traced
 def versions_of(inputs: Any) -> dict[int, int]:
-    """How often each input with a gradient has been written to, by its id; empty under no_grad."""
+    """Version of each input that requires a gradient, by its id; empty under no_grad."""
     if not torch.is_grad_enabled():
         return {}
     return {id(t): t._version for t in tensors_in(inputs) if t.requires_grad and not t.is_inference()}
 
 
 def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:
-    """Whether an output is an input to which the forward has not written: that would be a result."""
+    """Whether an output is an input that the forward has not written to, rather than a result."""
     return tensor.requires_grad and versions.get(id(tensor)) == tensor._version

@@ -1,14 +1,14 @@
-"""The scales of a model's FP8 weights, as the weights are now (current scaling).
+"""Scales of a model's FP8 weights, for their current values (current scaling).
 
-In:   the amaxes of this rank's pieces, which the optimizer has taken, or `engine/storage/fp8_weights.py`.
+In:   the amaxes of this rank's pieces, taken by the optimizer or by `engine/storage/fp8_weights.py`.
 Out:  one scale a weight for its group, the same on all ranks.
 Next: `engine/storage/group.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 
-Weights that are one operand (`flat/joints.py`) have one scale: all get the largest amax among them.
+Weights that are one operand (`flat/joints.py`) share one scale, from the largest amax among them.
 
-Nothing of them is remembered from step to step, so there is nothing to save in a checkpoint.
+Nothing is remembered from step to step, so a checkpoint has nothing to save of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 
 
 def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
-    """Scales of all FP8 weights of one model: one object for each set of ranks that some are sharded over."""
+    """Makes the scales of a model's FP8 weights: one object for each set of ranks that shards some."""
     by_ranks: dict[Ranks, list[FlatGroup]] = {}
     for group in groups:
         if group.fp8 is not None:
@@ -63,7 +63,7 @@ class WeightScales:
     @torch.no_grad()
     @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
-        """New scales if a master shard has changed.  Collective then; all ranks step together."""
+        """Takes new scales if a master shard has changed; collective then, as all ranks step together."""
         if all(group.compute_shard.has_scales for group in self._groups):
             return
         for group in self._groups:
@@ -92,7 +92,7 @@ class WeightScales:
 
 
 def _partners(layouts: Sequence[FlatLayout], device: torch.device) -> Tensor | None:
-    """Indices of the slots in each slot's run, filled up with its own: int64 [slots, longest run].
+    """Indices of the slots in each slot's run, padded with its own index: int64 [slots, longest run].
 
     None if every slot is a run by itself.
     """

@@ -1,4 +1,4 @@
-"""What is there: the flat storages of a group, who owns them, when they appear and when they go.
+"""Storage: the flat buffers of a group, their owners, and when each appears and goes.
 
     storage        dtype       length  owner        appears                  goes
     master shard   param       1/N     MasterShard  construction             never

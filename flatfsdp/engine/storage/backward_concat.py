@@ -1,4 +1,4 @@
-"""What the module sees of a flat buffer, and how gradients get to `main_grad`: the flag's two settings.
+"""Connects modules to a flat buffer, and gradients to `main_grad`: one class a setting of the flag.
 
 In:   the unsharded flat buffer of one group, and the places in the module where its parameters were.
 Out:  `module.weight` in forward and backward; gradients in `MainGrad`; a call of `landed` for each.
@@ -6,11 +6,11 @@ Next: `engine/step/unit.py` counts what has landed.
 
 `Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
 
-    follow     they are trained from now on, or frozen
+    follow     train or freeze the parameters from now on
     show       the buffer has been gathered
-    conceal    it is about to be freed: show NaN, in memory that is safe to read
-    rebind     something else was bound in the meantime: bind again
-    joint      what layers read in place of several parameters, see `join_parts.py`
+    conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
+    rebind     bind the parameters again after something else was bound
+    joint      the tensor that layers read in place of several parameters, see `join_parts.py`
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Leaves:
     """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
 
     Each gradient lands by itself; nothing is concatenated.  Also serves parameters that were built frozen,
-    for which there is no `main_grad` before they are trained.
+    which have no `main_grad` until they are trained.
 
     Args:
-        parameters: those of the binding.
+        parameters: the binding's parameters, in slot order.
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
         landed: called with the slot's index once a gradient is in `main_grad`.
 
@@ -70,7 +70,7 @@ class Leaves:
         self.rebind()
 
     def land_in(self, main_grad: MainGrad) -> None:
-        """Trains the parameters, whose gradients go there."""
+        """Trains the parameters, with gradients that land in `main_grad`."""
         self._main_grad = main_grad
         self.follow(True)
         for index, parameter in enumerate(self._parameters):
@@ -79,7 +79,7 @@ class Leaves:
         self.joints.train(self._parameters, main_grad)
 
     def remake_joints(self) -> None:
-        """New autograd nodes, whose backward runs on the stream that is current now."""
+        """Makes new autograd nodes, whose backward runs on the current stream."""
         assert self._main_grad is not None
         self.joints.train(self._parameters, self._main_grad)
 
@@ -89,7 +89,7 @@ class Leaves:
         return [self._parameters]
 
     def follow(self, trains: bool) -> None:
-        """Graphs of coming forwards lead to the parameters, or not."""
+        """Sets whether graphs of coming forwards lead to the parameters."""
         self.trains = trains
         for parameter in self._parameters:
             parameter.requires_grad_(trains)
@@ -101,7 +101,7 @@ class Leaves:
 
     @property
     def versions(self) -> list[int]:
-        """Version counters of the parameters, in slot order: an in-place write to one raises its own."""
+        """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
         return [parameter._version for parameter in self._parameters]
 
     def show(self) -> None:
@@ -145,7 +145,7 @@ class Leaves:
 
 
 class Views:
-    """The module gets autograd views of one flat leaf; several uses in one graph add up in the view.
+    """The module has autograd views of one flat leaf; several uses in one graph add up in the view.
 
     Autograd concatenates their gradients in each backward, and all slots land at once.
 
@@ -170,26 +170,26 @@ class Views:
         self._absent = _absent(binding.layout, unsharded)
         self._frozen_views = binding.layout.views(unsharded)
         self.joints = JointTensors(binding.layout, unsharded)
-        # No view of anything: views of it say by it whether they are trained (`receives_gradient`).
+        # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
         self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self, Views._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
             self._views = binding.layout.views(self._leaf)
         for view in self._views:
-            # Being older than any forward, the concat of every unit would come last in the backward.
+            # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
         self.joints.train(self._views, main_grad)
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
         for tensors in (self._views, self._frozen_views, self._absent):
-            # An optimizer that gets one of them would update nothing.
+            # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
 
     def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The user's hooks are on parameters that the module will not see again."""
+        """Moves the user's hooks to the views: the module will not see the old parameters again."""
         for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._views, strict=True):
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
@@ -205,7 +205,7 @@ class Views:
         return [self._views, self._frozen_views]
 
     def follow(self, trains: bool) -> None:
-        """Graphs of coming forwards lead to the flat leaf, or not."""
+        """Sets whether graphs of coming forwards lead to the flat leaf."""
         self.trains = trains
         self._leaf.requires_grad_(trains)
         for absent in self._absent:
@@ -258,7 +258,7 @@ class Views:
 
     def _land(self, leaf: Tensor) -> None:
         if not self.trains:
-            # For the reason given in `Leaves`.
+            # Frozen since the forward, as in `Leaves`.
             return
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
@@ -268,12 +268,12 @@ class Views:
 
 
 def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
-    """What a parameter shows while it is sharded: its shape, full of NaN, in the memory of one element.
+    """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
 
-    A view of freed memory would crash the process when somebody prints it.
+    Printing a view of freed memory would crash the process.
     """
     nans = torch.full((len(layout.slots),), torch.nan, dtype=like.dtype, device=like.device)
-    # Each has a version counter of its own.
+    # `.data` gives each a version counter of its own.
     return [nan.data.expand(slot.shape) for nan, slot in zip(nans, layout.slots, strict=True)]
 
 
@@ -285,7 +285,7 @@ def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> s
 def _weakly(owner: T, method: Callable[..., None], *first: Any) -> Callable[[Tensor], None]:
     """Calls `method(owner, *first, tensor)` as long as `owner` is alive, without keeping it alive.
 
-    The garbage collector does not look into these hooks: a hook that held its object, which holds the
+    The garbage collector does not look into these hooks: if a hook held its object, which holds the
     parameter, would keep the model, its buffers and its process groups for good.
     """
     reference = weakref.ref(owner)

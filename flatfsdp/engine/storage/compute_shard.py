@@ -1,16 +1,16 @@
-"""`ComputeShard`: what is gathered of a group, and of which version of the master shard it is.
+"""`ComputeShard`: the shard of a group that is gathered, and the master version that it was cast from.
 
 In:   the master shard, which optimizers and loads write to.
 Out:  this rank's part in the dtype that the model computes in, or FP8 bytes with one scale a weight.
 Next: `group.py` gathers it into the flat buffer.
 
     version of the master    changes with every in-place write
-    measured                 the version whose amaxes are taken (FP8 weights)
-    scaled                   the version whose scales are set (FP8 weights)
+    measured                 the version whose amaxes have been taken (FP8 weights)
+    scaled                   the version whose scales have been set (FP8 weights)
     cast                     the version that the compute shard holds
 
-An optimizer that writes the compute shard, or takes the amaxes, along with the master says so by
-`portion_done`; otherwise that is done before the next gather.
+An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `portion_done`;
+otherwise both are done before the next gather.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flatfsdp.torch_private import shares_memory
 
 
 def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:
-    """Memory for a compute shard, 1-D: the master shard's own if that needs no cast."""
+    """Memory for a compute shard, 1-D: the master shard's own if no cast is needed."""
     flat = master.flat
     if dtype == flat.dtype and not master.is_offloaded:
         return flat.data
@@ -34,11 +34,11 @@ def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:
 
 
 class ComputeShard:
-    """This rank's part of a group's parameters, as the model computes with them.
+    """This rank's part of a group's parameters, in the form that the model computes with.
 
     Args:
-        master: where the values come from.
-        tensor: 1-D, as long as the master shard.
+        master: master shard that the values come from.
+        tensor: memory of the shard, 1-D, as long as the master shard.
         fp8: scales and casts of weights that are stored in FP8; None for others.
         built_frozen: whether the group was frozen when it was wrapped.
     """
@@ -59,55 +59,55 @@ class ComputeShard:
     def version(self) -> Version:
         """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
 
-        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
-        rank's shard counted, that rank would ask for new scales alone.
+        For FP8 weights that were built frozen it counts loads only, which all ranks make.  If it counted
+        other writes, a rank whose shard was written to would ask for new scales alone.
         """
         return (self._master.generation, -1) if self._is_cast_once_a_load else self._master.version
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether it is something else than the master shard."""
+        """Whether its memory is not the master shard's."""
         storage = self._master.flat.untyped_storage()
         return self.tensor.numel() > 0 and not shares_memory(self.tensor, storage)
 
     @property
     def is_current(self) -> bool:
-        """Whether it, and a buffer gathered from it, still say what the master says."""
+        """Whether it, and a buffer gathered from it, still match the master shard."""
         return self._cast == self.version
 
     @property
     def has_scales(self) -> bool:
-        """Whether the scales of FP8 weights are those of what the master holds now."""
+        """Whether the scales of FP8 weights fit the master's current values."""
         return self._scaled == self.version
 
     @property
     def done(self) -> tuple[bool, bool, bool]:
-        """Whether amaxes are taken, scales set, and values cast, of what the master says now."""
+        """Whether amaxes are taken, scales set, and values cast, for the master's current values."""
         version = self.version
         return (self._measured == version, self._scaled == version, self._cast == version)
 
     def skip_to(self, done: tuple[bool, bool, bool]) -> None:
-        """Something else has done this, and no more; see `done`."""
+        """Notes that something else has done exactly this; see `done`."""
         version = self.version
         self._measured, self._scaled, self._cast = (version if each else None for each in done)
 
     def expire(self) -> None:
-        """Forgets what it holds, even if no in-place write to the master was counted.
+        """Marks its values as stale, even if no in-place write to the master was counted.
 
-        Not FP8 weights that were built frozen, which are cast once a load.
+        FP8 weights that were built frozen stay valid: they are cast once a load.
         """
         if not self._is_cast_once_a_load:
             self._cast = self._scaled = self._measured = None
 
     def measure(self, ledger: ByteLedger) -> None:
-        """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
+        """Takes the amaxes of this rank's pieces of FP8 weights, unless the optimizer has done it."""
         assert self.fp8 is not None
         if self._measured != self.version:
             ledger.add("measure", self.fp8.measure(self._master))
             self._measured = self.version
 
     def set_scales(self, scales: Scales) -> None:
-        """Sets the scales of the FP8 weights as the master holds them now."""
+        """Sets the scales of the FP8 weights for the master's current values."""
         assert self.fp8 is not None
         self.fp8.set_scales(scales)
         self._scaled = self.version
@@ -122,7 +122,7 @@ class ComputeShard:
     def portion_done(self, start: int, stop: int) -> None:
         """Notes that an optimizer has updated a portion of the master shard, and written what goes with it.
 
-        The portion may be several neighbouring ones.
+        It may be several neighbouring portions together.
         """
         version = self.version
         self._done[start, stop] = version
@@ -138,10 +138,12 @@ class ComputeShard:
                 self._measured = version
 
     def cast(self, ledger: ByteLedger, unit: str, microbatch: int) -> None:
-        """Casts the master shard, whatever was there.
+        """Casts the master shard, even if the compute shard is current.
 
         Args:
-            unit: for labels of the profiler, as `microbatch` is.
+            ledger: counts the bytes moved.
+            unit: name of the unit, for labels of the profiler.
+            microbatch: index of the microbatch, for these labels.
         """
         master, shard = self._master.flat.detach(), self.tensor
         if self._master.is_offloaded:

@@ -14,16 +14,16 @@ from flatfsdp.torch_private import shares_memory
 class FlatBuffer:
     """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
 
-    What autograd saved for backward are such views, so they are valid again once the memory is back and
-    filled.  Views can only be made while there is memory, so it starts with some.
+    Autograd saves such views for backward.  They are valid again once the memory is back and filled.  Views
+    can only be made while there is memory, so the buffer starts with some.
 
     Args:
         numel: length in elements.
-        poison: debug mode: the memory stays and holds NaN whenever it would be free, so that whoever
-            reads too early or too late gets NaN instead of stale numbers or a crash.
+        poison: debug mode: the memory stays and holds NaN whenever it would be free, so that a read too early
+            or too late gets NaN instead of stale values or a crash.
 
     Attributes:
-        stays: whether the memory is there for good, see `stay`.
+        stays: whether the memory is kept for good, see `stay`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, poison: bool) -> None:
@@ -35,20 +35,20 @@ class FlatBuffer:
         self.stays = False
 
     def stay(self) -> None:
-        """From now on the memory is never given back: what has been recorded reads and writes it."""
+        """Keeps the memory for good: a recording reads and writes it."""
         self.stays = True
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
 
     def allocate(self) -> None:
-        """Gets memory, with undefined contents; nothing if it has some."""
+        """Allocates memory with undefined contents; does nothing if there is some."""
         if not self.is_allocated:
             if not self._storage.nbytes():
                 self._storage.resize_(self._nbytes)
             self.is_allocated = True
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if self._poison:
             self.tensor.fill_(torch.nan)
         elif not self.stays:
@@ -56,9 +56,9 @@ class FlatBuffer:
         self.is_allocated = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in this memory, which is there now; a detached view is, too."""
+        """Whether `tensor` is in this memory, which must be allocated; true for a detached view, too."""
         return shares_memory(tensor, self._storage)
 
     def alias(self) -> Tensor:
-        """The same memory with its own version counter, so that filling the buffer is no change to it."""
+        """Alias of the tensor with its own version counter, so that filling the buffer does not change it."""
         return self.tensor.data

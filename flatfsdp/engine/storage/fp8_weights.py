@@ -1,13 +1,14 @@
-"""FP8 weights of one flat group: one byte an element in the flat buffer, which is the weight cache.
+"""FP8 weights of one flat group: one byte an element in the flat buffer, which serves as weight cache.
 
 In:   the master shard, FP32; one scale a weight, the same on all ranks (`engine/step/weight_scales.py`).
-Out:  an `Operand` for each weight, which the layer that has it multiplies with.
+Out:  an `Operand` for each weight, which its layer multiplies with.
 Next: `group.py` gathers the bytes; `layers/weight_cache.py` asks for the operand.
 
     master shard --round to the compute dtype, scale, saturate--> E4M3 shard --all-gather--> rowwise bytes
     rowwise bytes --transposed, once an unshard, before the backward--> columnwise bytes
 
-Rounding to the compute dtype first gives the bits that a layer gets which casts its own weight in each step.
+Because of the rounding to the compute dtype, the bits are those of a layer that casts its own weight each
+step.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def roles(
     parameters: Iterable[nn.Parameter],
     read_by_others: Collection[tuple[nn.Module, str]] = (),
 ) -> dict[nn.Parameter, Role]:
-    """How each parameter is stored if FP8 weights are wanted.
+    """Chooses how to store each parameter if FP8 weights are wanted.
 
     A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`, or leaves it to
-    another one that does.
+    another module that does.
 
     Args:
-        read_by_others: (module, attribute) of weights that a layer reads which does not hold them.
+        read_by_others: (module, attribute) of weights that a layer reads which belong to another module.
     """
     parameters = list(parameters)
 
@@ -55,16 +56,16 @@ def roles(
 
 
 class FP8Weights:
-    """The FP8 form of the weights of one group.
+    """FP8 form of one group's weights.
 
     Args:
-        unsharded: E4M3, 1-D, padded; its memory must be there now, and may come and go later.
-        through: what the master is rounded to first.
+        unsharded: flat buffer, E4M3, 1-D, padded; its memory must exist now, and may come and go later.
+        through: dtype that master values are rounded to before the cast.
 
     Attributes:
-        columnwise: the transposes, of joints as a whole, of the same layout as the weights.
-        amax: FP32 [slots], of this rank's pieces.
-        scales: of all slots, at one address for good.
+        columnwise: transposes of the weights, and of joints as a whole, in the weights' layout.
+        amax: amaxes of this rank's pieces, FP32 [slots].
+        scales: scales of all slots, at a fixed address.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class FP8Weights:
         self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
         self._rowwise_runs = self._as_runs(layout, unsharded)
-        # What autograd saves must not see that the memory is filled again.
+        # Refilling the memory must not look to autograd like a write to what it has saved.
         self._columnwise_runs = self._turned(layout, self.columnwise.alias())
         targets = self._turned(layout, self.columnwise.tensor)
         self._to_transpose = list(zip(self._rowwise_runs, targets, strict=True))
@@ -104,22 +105,22 @@ class FP8Weights:
         }
 
     def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """What GEMMs read as one operand: joints, and weights by themselves, in order."""
+        """Cuts a flat buffer into operands of GEMMs: joints, and single weights, in order."""
         views = dict(enumerate(layout.views(flat)))
         views.update((j.first, view) for j, view in zip(self._joints, layout.joint_views(flat), strict=True))
         return [views[first] for first, _ in self._runs]
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """Their transposes in a buffer of the same layout."""
+        """The transposes of the operands, as views of a buffer of the same layout."""
         return [view.view(view.shape[::-1]) for view in self._as_runs(layout, flat)]
 
     # ---- scales and bytes of this rank's shard ----------------------------------------------------------
 
     def set_scales(self, scales: Scales) -> None:
-        """Called by `WeightScales`, once a step: no backward of an earlier one may follow.
+        """Takes the scales from `WeightScales`, once a step; no backward of an earlier step may follow.
 
         Args:
-            scales: of the slots; equal in a joint.
+            scales: scales of the slots; equal within a joint.
         """
         for own, new in zip(self.scales, scales, strict=True):
             own.copy_(new)
@@ -139,7 +140,7 @@ class FP8Weights:
         ]
 
     def measure(self, master: MasterShard) -> int:
-        """Takes the amax of what the master shard holds now; returns the bytes it read."""
+        """Takes the amaxes of the master shard's values; returns the number of bytes read."""
         shard = master.flat.detach()
         sources, kept = self._cut(shard), self._of_pieces(self.amax.zero_())
         # An offloaded shard is measured on the host.
@@ -150,11 +151,11 @@ class FP8Weights:
         return sum(source.numel() * source.element_size() for source in sources)
 
     def cast(self, shard: Tensor, out: Tensor) -> None:
-        """Writes this rank's bytes.
+        """Casts this rank's pieces to FP8.
 
         Args:
-            shard: of the master, on the compute device.
-            out: E4M3, as long.
+            shard: master shard, on the compute device.
+            out: destination, E4M3, as long as the shard.
         """
         scale = self._of_pieces(self.scales.scale)
         cast_many(self._cut(shard), self._cut(out), scale, through=self._through)
@@ -164,7 +165,7 @@ class FP8Weights:
         return shard.split(self._cuts)[1::2]
 
     def _of_pieces(self, of_slots: Tensor) -> Tensor:
-        """The slots of which this rank has a piece are neighbours."""
+        """Picks, from values of all slots, those of this rank's pieces, which are neighbours."""
         first = self._slots.index(self._pieces[0].slot) if self._pieces else 0
         return of_slots.narrow(0, first, len(self._pieces))
 
@@ -173,8 +174,8 @@ class FP8Weights:
     def operand(self, index: int) -> Operand:
         """Weight `index` as an operand of GEMMs.
 
-        Its memory is there while the group is unsharded, that of the columnwise form in the backward.  The
-        columnwise form of a part of a joint is a copy, made here, of a slice of the joint's.
+        Its memory exists while the group is unsharded, that of the columnwise form only in the backward.  For
+        a part of a joint, the columnwise form is a copy of a slice of the joint's, made here.
         """
         joint = self._joint_of.get(index)
         if joint is None:
@@ -192,7 +193,7 @@ class FP8Weights:
         return self._operands[self._joints[index].first]
 
     def allocate_columnwise(self) -> bool:
-        """Gets memory for the transposes; False if there is some, and the transposes are in it."""
+        """Allocates memory for the transposes; False if they are there already."""
         if self.columnwise.is_allocated:
             return False
         self.columnwise.allocate()

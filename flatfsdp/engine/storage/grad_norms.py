@@ -1,11 +1,11 @@
 """Norms of the gradients of single parameters, over all ranks that have parts of them.
 
-In:   the gradients in `.grad` of all that an optimizer has of a model (`shard_grad.py`).
+In:   the gradients in `.grad` of all parameters that an optimizer has of a model (`shard_grad.py`).
 Out:  the norm of one gradient as a whole, with the same bits on all ranks.
 Next: `torch.nn.utils.clip_grad_norm_` adds them up, so its total is that of the whole model.
 
-Who asks for one norm usually asks for all, so a question has all of them taken, in one collective.  An answer
-is given once, and not if the gradient may have been written to since.
+Code that asks for one norm usually asks for all, so the first question takes all of them in one collective.
+An answer is given once, and only if the gradient cannot have been written to since.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Current(NamedTuple):
 
 
 class NormsOverRanks:
-    """Answers questions about the gradients of one model.
+    """Takes norms of one model's gradients over all ranks.
 
     Args:
-        masters: all shards of the model, in the same order on all ranks.  They keep this object.
+        masters: all shards of the model, in the same order on all ranks.  They keep this object alive.
     """
 
     def __init__(self, masters: Iterable[MasterShard]) -> None:
@@ -48,13 +48,13 @@ class NormsOverRanks:
         self._answered: int | None = None
 
     def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
-        """The norm of the whole gradient that `grad` is a part of, or was computed from.
+        """Norm of the whole gradient that `grad` is a part of, or was computed from.
 
         0-dim, in FP32 at least, on the model's device.  Collective over all ranks of the model.
 
         Raises:
-            RuntimeError: if something else in the model has a gradient that the engine has not put there; for
-                a stage of a pipeline; for what `param_groups` has cut.
+            RuntimeError: if some gradient in the model was not put there by the engine; for a stage of a
+                pipeline; for portions that `param_groups` has cut.
             ValueError: if some units are spread over fewer ranks than others.
         """
         answer, grad.answer = grad.answer, None
@@ -65,7 +65,7 @@ class NormsOverRanks:
         self._require_whole_model()
         asked = _Current(self._master(grad.place), grad)
         if self._answered == 1 or not _is_in_place(asked):
-            # Nobody wanted the others the last time.
+            # The other norms were not asked for the last time.
             return self._norms([asked], norm_type)[0]
         currents = list(self._current())
         norms = self._norms(currents, norm_type)
@@ -77,11 +77,11 @@ class NormsOverRanks:
         return answer.norm
 
     def forget(self) -> None:
-        """Gradients may be written to without a trace from now on."""
+        """Drops the answers: gradients may be written to unnoticed from now on."""
         self._writes += 1
 
     def share_nonfinite(self, found: Tensor) -> None:
-        """Raises a count of what is not finite to the largest of all ranks.  Collective."""
+        """Sets a count of non-finite values to the largest of all ranks.  Collective."""
         masters = [master for master in (each() for each in self._masters) if master is not None]
         largest = max(
             (master.grid for master in masters), key=lambda grid: (grid.num_ranks, grid.tensor.size)
@@ -133,7 +133,7 @@ class NormsOverRanks:
         device = currents[0].master.device
         parts = [current.grad.plain for current in currents]
         dtype = widest(parts)
-        # Not all norms of nothing are zero.
+        # Some norms of an empty tensor are not zero.
         taken = [
             index
             for index, (current, part) in enumerate(zip(currents, parts, strict=True))
@@ -160,6 +160,6 @@ class NormsOverRanks:
 
 
 def _is_in_place(current: _Current) -> bool:
-    """Whether it is its parameter's gradient, and not something that was computed from one."""
+    """Whether the gradient is still its parameter's, rather than something computed from one."""
     parameter = current.master.portions[current.grad.place.portion].parameter
     return current.master.grad_attribute.of(parameter) is current.grad

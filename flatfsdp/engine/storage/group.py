@@ -1,6 +1,6 @@
-"""Parameters on their way from the master shard to the module, and back.
+"""`FlatGroup`: parameters on their way from the master shard to the module, and back.
 
-In:   the parameters of one unit that train and are stored alike, packed by `flat/layout.py`.
+In:   parameters of one unit that are trained and stored alike, packed by `flat/layout.py`.
 Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
       an operand of GEMMs instead (`fp8_weights.py`).
 Next: `engine/step/gather_and_free.py` gathers all groups of a unit; gradients land in `MainGrad`, which
@@ -49,7 +49,7 @@ from flatfsdp.policy import Division, Policy
 from flatfsdp.torch_private import uses_of_memory
 
 Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
-"""(master shard, the parameters that it was filled from) -> one portion for each of them."""
+"""Function of (master shard, the parameters it was filled from) that cuts one portion for each of them."""
 
 
 class ShardState(Enum):
@@ -68,14 +68,15 @@ def settle(groups: Iterable[FlatGroup]) -> None:
 
 
 class Passage(NamedTuple):
-    """How a group is between two microbatches, as far as they depend on it or change it.
+    """State of a group between two microbatches, as far as they depend on it or change it.
 
     Attributes:
-        state: GATHERING counts as UNSHARDED, as nothing is under way then.
+        state: state of the gathered buffer; UNSHARDED also stands for GATHERING, as nothing is under way
+            then.
         allocated: whether the buffers of gathered parameters, and of FP8 transposes, have memory.
-        done: see `ComputeShard.done`.
-        written: see `MainGrad.written`.
-        takes_part: see `FlatGroup.takes_part`.
+        done: which of amaxes, scales and cast are current, see `ComputeShard.done`.
+        written: slots of `main_grad` in which a gradient has landed in this step.
+        takes_part: whether the group is reduced in this step.
     """
 
     state: ShardState
@@ -89,25 +90,26 @@ class FlatGroup:
     """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
 
     Args:
-        binding: of parameters that are registered in the module, all trained or all frozen, of one role.
-        landed: called when a gradient of this backward is in `main_grad`, with this group and its slot's
+        binding: binding of parameters that are registered in the module, all trained or all frozen, of one
+            role.
+        landed: called when a gradient of this backward is in `main_grad`, with this group and the slot's
             index, or None when all slots landed at once.
-        cut: makes the portions, one a parameter, that the modules list in the parameters' places from now on;
-            None: they list none, and the shard is one portion.
+        cut: makes the portions, one a parameter, which modules list in place of the parameters from now on;
+            None: modules list none, and the shard is one portion.
 
     Attributes:
-        prefix: of the parameters' original names, such as "blocks.0."; set by the root.
+        prefix: prefix of the parameters' original names, such as "blocks.0."; set by the root.
         master: the shard that the optimizer updates.
-        compute_shard: what is gathered.
-        buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
-        fp8: of weights that are stored in FP8; None otherwise.
-        main_grad: None as long as nothing of it has been trained.
-        built_frozen: whether it was frozen when it was wrapped.
-        division: None for the mean over ranks.
-        model: whose this is; None before it is used, or if collectives are not checked.
-        moved: what else steps of the model change; None before it is used.
-        params: what the module sees.
-        kept_grad: where the reduced gradient is put, if that has an address for good; None otherwise.
+        compute_shard: the shard that is gathered.
+        buffer: the gathered parameters; None on one rank, whose compute shard holds all of them.
+        fp8: FP8 form of weights that are stored in FP8; None for others.
+        main_grad: accumulated gradients; None as long as the group has not been trained.
+        built_frozen: whether the group was frozen when it was wrapped.
+        division: divisors of gradients before and after the sum over ranks; None for the mean.
+        model: identity of the model; None before it is used, or if collectives are not checked.
+        moved: what steps of the model change besides; None before it is used.
+        params: the tensors that the module has, as `Leaves` or `Views`.
+        kept_grad: memory of the reduced gradient, if that has a fixed address; None otherwise.
     """
 
     def __init__(
@@ -206,9 +208,9 @@ class FlatGroup:
     def _shown_parameters(
         self, originals: Sequence[nn.Parameter], unsharded: Tensor, landed: Callable[[int | None], None]
     ) -> Leaves | Views:
-        """What the module sees: the unsharded buffer, or NaN in place of what is stored in FP8."""
+        """Shows the module its parameters in the unsharded buffer, or NaN in place of FP8 weights."""
         if self.fp8 is not None:
-            # In the dtype that gradients have, and without memory.
+            # NaN without memory, in the dtype that gradients have.
             nan = torch.full((), torch.nan, dtype=self.policy.precision.compute, device=unsharded.device)
             unsharded = nan.expand(unsharded.shape)
         params: Leaves | Views
@@ -233,7 +235,7 @@ class FlatGroup:
     # ---- addresses for good (`engine/replay`) -----------------------------------------------------------
 
     def keep_grad(self) -> None:
-        """The reduced gradient is always at one address from now on, unless an earlier one is there still."""
+        """Fixes the address of the reduced gradient from now on, once an earlier one is gone."""
         if self.kept_grad is None and self.main_grad is not None:
             numel, dtype = self.master.flat.numel(), self.master.grad_dtype
             self.kept_grad = torch.empty(numel, dtype=dtype, device=self.master.device)
@@ -241,18 +243,18 @@ class FlatGroup:
 
     @property
     def is_kept_grad_free(self) -> bool:
-        """Whether nobody, neither a parameter nor a user, has the gradient of an earlier step."""
+        """Whether neither a parameter nor a user holds the gradient of an earlier step."""
         if self.kept_grad is None or self.master.grads:
             return False
         return uses_of_memory(self.kept_grad) == self._uses_of_kept_grad
 
     def keep_sum(self) -> None:
-        """The gradients that are added up over microbatches are always at one address from now on."""
+        """Fixes the address of the gradients that add up over microbatches."""
         if self.main_grad is not None:
             self.main_grad.stay()
 
     def keep_unsharded(self) -> None:
-        """The gathered parameters are always at one address from now on."""
+        """Fixes the address of the gathered parameters."""
         if self.buffer is not None:
             self.buffer.stay()
         if self.fp8 is not None:
@@ -266,7 +268,7 @@ class FlatGroup:
 
     @property
     def passage(self) -> Passage:
-        """How it is between two microbatches."""
+        """State of the group between two microbatches."""
         is_sharded = self.state is ShardState.SHARDED
         return Passage(
             ShardState.SHARDED if is_sharded else ShardState.UNSHARDED,
@@ -280,11 +282,11 @@ class FlatGroup:
         )
 
     def forget_recorded(self) -> None:
-        """A recording has failed: nobody may wait for what it would have launched."""
+        """Drops what a failed recording would have launched, so that nothing waits for it."""
         self._gathered = None
 
     def skip_to(self, passage: Passage) -> None:
-        """A recorded microbatch was replayed: everything is as it was after it was recorded."""
+        """Sets the state that a replayed microbatch leaves."""
         if passage.state is not self.state:
             self._gathered, self.state = None, passage.state
             if passage.state is ShardState.UNSHARDED:
@@ -304,7 +306,7 @@ class FlatGroup:
     # ---- the root ---------------------------------------------------------------------------------------
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger, moved: Moved) -> None:
-        """Joins a root: what all its units share from now on, and communicators for reductions."""
+        """Joins a root: takes what all its units share, and makes communicators for reductions."""
         self.microbatch, self.ledger, self.moved = microbatch, ledger, moved
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
@@ -315,19 +317,19 @@ class FlatGroup:
         )
 
     def introduce(self, model: ModelIdentity, unit: int) -> None:
-        """From now on collectives carry that they are this model's, and its unit's of this number."""
+        """Makes collectives carry the identity of this model, and this number of the unit."""
         if self.policy.check_collectives:
             self.model, self._unit = model, unit
             self.master.identify = self.identify
 
     def identify(self, action: Action) -> Identity | None:
-        """What a collective of this unit carries; None before there is a root, or if nothing is checked."""
+        """Identity that a collective of this unit carries; None before there is a root, or without checks."""
         if self.model is None or self.microbatch.is_recorded:
             return None
         return Identity(action, self.model, self._unit, self.microbatch.steps_reduced, self.microbatch.index)
 
     def make_equal(self) -> None:
-        """Replicas become equal, and what all tensor-parallel ranks have.  Collective."""
+        """Makes replicas equal, and parameters that all tensor-parallel ranks have whole.  Collective."""
         placement, tensor = self.layout.placement, self.grid.tensor
         same = [self.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
         if any(ranks.size > 1 for ranks in same):
@@ -345,7 +347,7 @@ class FlatGroup:
 
     @property
     def flat_name(self) -> str:
-        """Name of the flat parameter in its unit; it stays when that is frozen or unfrozen."""
+        """Name of the flat parameter in its unit; freezing does not change it."""
         placement = self.layout.placement
         kinds = (
             "frozen_" if self.built_frozen else "",
@@ -375,7 +377,7 @@ class FlatGroup:
             )
 
     def allocate(self) -> bool:
-        """Gets memory for parameters that are neither there nor on their way, or that are stale.
+        """Allocates memory for parameters that are neither gathered nor being gathered, or that are stale.
 
         Returns:
             False if nothing has to be gathered.
@@ -391,18 +393,18 @@ class FlatGroup:
         return True
 
     def update_shard(self) -> None:
-        """Casts the master shard, if that has changed."""
+        """Casts the master shard, if it has changed."""
         if not self.compute_shard.is_current:
             self.compute_shard.cast(self.ledger, self.name, self.microbatch.index)
 
     def gather(self) -> None:
-        """Collective, unless this rank has everything."""
+        """All-gathers the compute shards.  Collective, unless this rank has everything."""
         if self.buffer is not None:
             all_gather(self.buffer.tensor, self.compute_shard.tensor, self.grid.shard)
 
     @property
     def gathered_bytes(self) -> int:
-        """What this rank receives in a gather."""
+        """Number of bytes that this rank receives in a gather."""
         if self.buffer is None:
             return 0
         full, size = self.buffer.tensor, self.grid.shard.size
@@ -417,18 +419,18 @@ class FlatGroup:
         self.ledger.add("transpose", nbytes)
 
     def started(self, gathered: torch.cuda.Event | None) -> None:
-        """The parameters are on their way; `gathered`: when they are there."""
+        """Notes that a gather has begun; the event `gathered` tells when it ends."""
         self._gathered = gathered
         self.state = ShardState.GATHERING
 
     def wait(self) -> None:
-        """Makes the compute stream wait until the parameters are there."""
+        """Makes the compute stream wait until the parameters are gathered."""
         if self.state is ShardState.GATHERING:
             compute_waits_for(self._gathered, self.master.device)
             self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
-        """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
+        """Frees the flat buffer; tensors that autograd saved become valid again with the next unshard."""
         self.wait()
         if self.fp8 is not None:
             self.fp8.free()
@@ -449,7 +451,7 @@ class FlatGroup:
 
     @property
     def flagged(self) -> Sequence[nn.Parameter]:
-        """The parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
+        """Parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
         return self.binding.listed or (self.master.flat,)
 
     def open_main_grad(self) -> None:
@@ -459,7 +461,7 @@ class FlatGroup:
         self.params.land_in(self.main_grad)
 
     def join_step(self) -> None:
-        """Takes part in the reduction of this step."""
+        """Joins the reduction of this step."""
         self._joined_step = self.microbatch.step
 
     @property
@@ -469,14 +471,14 @@ class FlatGroup:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its gradients are still to land in the running backward, or have landed."""
+        """Whether its gradients have landed, or have still to land, in the running backward."""
         return self.takes_part and self.trains
 
     @property
     def partial_grad(self) -> Tensor | None:
-        """The sum that this step's earlier backwards have reduce-scattered, as long as the master shard.
+        """Sum that this step's earlier backwards have reduce-scattered, as long as the master shard.
 
-        None if there is none.  The last backward's joins it, and it is then reduced across replicas.
+        None if there is none.  The last backward adds its own, and the sum is then reduced across replicas.
         """
         return self._partial_grad if self._partial_step == self.microbatch.step else None
 
@@ -485,7 +487,7 @@ class FlatGroup:
         self._partial_grad, self._partial_step = value, self.microbatch.step
 
     def watch_unreduced(self) -> None:
-        """Notices from now on if an optimizer's `zero_grad()` is to drop what has been accumulated."""
+        """Starts watching for an optimizer's `zero_grad()`, which is to drop accumulated gradients."""
         if self.takes_part:
             self._marks.start(portion.parameter for portion in self.master.portions)
             self.microbatch.call_at_end_of_step(self._marks.stop)
@@ -501,7 +503,7 @@ class FlatGroup:
             self.drop_unreduced()
 
     def drop_unreduced(self) -> None:
-        """Drops what was accumulated and has not reached the master's gradient."""
+        """Drops gradients that were accumulated and have not reached the master's gradient."""
         self._marks.stop()
         self.partial_grad = None
         self._joined_step = -1
@@ -513,7 +515,7 @@ class FlatGroup:
         return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
 
     def describe(self) -> Iterable[str]:
-        """The geometry, one line a parameter or joint, equal on all ranks of a sound model."""
+        """Describes the geometry, one line a parameter or joint, equal on all ranks if the model is sound."""
         kind = "trained" if self.trains else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"

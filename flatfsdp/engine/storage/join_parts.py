@@ -1,12 +1,12 @@
-"""`JointTensors`: the tensors that layers read in place of several parameters of one flat group.
+"""`JointTensors`: tensors that layers read in place of several parameters of one flat group.
 
 In:   the unsharded flat buffer, in which the parts of a joint are neighbours.
-Out:  one tensor a joint, in the same memory, whose gradient goes on to the parts.
-Next: `contract/joint.py` gives them to layers.
+Out:  one tensor a joint, in the same memory; its gradient is passed on to the parts.
+Next: `contract/joint.py` gives these tensors to layers.
 
     flat buffer    | q_proj.weight | k_proj.weight | v_proj.weight |
     joint tensor   |<---------------- qkv_weight ----------------->|    no copy
-    backward       its gradient is split into views, one a part, which land as any other
+    backward       the joint's gradient is split into views, one a part, which land like any other gradient
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JointTensors:
     """The joints of one flat group: one tensor each while it trains, and one while it is frozen.
 
     Args:
-        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
+        unsharded: flat buffer, 1-D, padded; its memory must exist now, and may come and go later.
     """
 
     def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
@@ -40,38 +40,38 @@ class JointTensors:
     def train(self, parts: Sequence[Tensor], main_grad: MainGrad) -> None:
         """Makes the tensors whose gradients go to `parts`, one a slot, or right into `main_grad`.
 
-        One autograd node a joint serves all forwards: it saves nothing.
+        One autograd node a joint serves all forwards, as it saves nothing.
         """
-        # First, so that the accumulation into the parts is made anew, too.
+        # First, so that the nodes that accumulate into the parts are new, too.
         self._trained.clear()
         with torch.inference_mode(False), torch.enable_grad():
             for joint, view in zip(self._joints, self._frozen, strict=True):
                 members = [parts[slot] for slot in joint.slots]
                 tensor = _JoinParts.apply(view, *members)
                 JOINT_PARTS.leave(tensor, tuple(members))
-                # Being older than any forward, it would come last in the backward.
+                # Autograd would run it last in the backward, because it is older than any forward.
                 run_as_soon_as_ready(tensor, depth=1)
                 self._trained.append(tensor)
         main_grad.expose_joints(self._trained)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
-        """What layers may have while the parameters are there, in the order of the joints."""
+        """Tensors that layers may have while the parameters are gathered, in the order of the joints."""
         return [self._trained, self._frozen]
 
     def get(self, index: int, *, is_there: bool, trains: bool) -> Tensor:
-        """What layers read now; NaN in memory that is safe to read, if the parameters are not there."""
+        """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered."""
         if not is_there:
             return self._absent[index]
         return (self._trained if trains else self._frozen)[index]
 
 
 class _JoinParts(torch.autograd.Function):
-    """(joint, *parts) to a tensor in the joint's memory, of which the parts get their rows' gradients."""
+    """Maps (joint, *parts) to a tensor in the joint's memory; the parts get the gradients of their rows."""
 
     @staticmethod
     def forward(ctx: Any, joint: Tensor, *parts: Tensor) -> Tensor:
-        # No gradient at all: the layer wrote it into main_grad itself.
+        # No gradient then: the layer wrote it into main_grad itself.
         ctx.set_materialize_grads(False)
         ctx.rows = [part.shape[0] for part in parts]
         return joint.detach()

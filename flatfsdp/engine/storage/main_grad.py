@@ -24,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 SMALL = 1 << 16
-"""Elements of a gradient that waits for others of its unit: one launch then adds all of them, where one for
-each would cost more than its bytes.  Norms and biases are such."""
+"""Gradients of at most this many elements wait for others of their unit, so that one launch adds all of them:
+separate launches would cost more than the bytes do.  Norms and biases are of this size."""
 
 
 FEW = 2
-"""Gradients that are added one by one all the same: less work for the host than one launch for several."""
+"""Up to this many waiting gradients are added one by one, which costs the host less than one joint launch."""
 
 
 class MainGrad:
-    """Gradients of one group, added up over microbatches in the flat buffer that reduce-scatter reads.
+    """Accumulates gradients of one group over microbatches in the flat buffer that reduce-scatter reads.
 
-    Appears when the first gradient of a step lands.  The first write to a slot copies, later ones add, so
-    nothing is zeroed except the alignment gaps; each microbatch is one add, in order.
+    The buffer appears when the first gradient of a step lands.  The first write to a slot copies, later ones
+    add, so nothing is zeroed except the alignment gaps; each microbatch is one add, in order.
 
     Args:
         layout: places of the parameters.
-        num_shards: the buffer is padded for this many shards.
+        num_shards: number of shards that the buffer is padded for.
 
     Attributes:
-        stays: whether the buffer is there for good, see `stay`.
+        stays: whether the buffer is kept for good, see `stay`.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class MainGrad:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether something has landed since the buffer was last handed over."""
+        """Whether a gradient has landed since the buffer was last handed over."""
         return self._is_open or bool(self._waiting)
 
     @property
     def written(self) -> tuple[bool, ...]:
-        """In which slots something has landed in this step; empty if nothing has."""
+        """For each slot, whether a gradient has landed in this step; empty if none has in any."""
         return tuple(self._written) if self._is_open and self._step == self.microbatch.step else ()
 
     @property
@@ -96,13 +96,13 @@ class MainGrad:
         return 0 if self._tensor is None else self._tensor.data_ptr()
 
     def stay(self) -> None:
-        """From now on the buffer is never given back: what has been recorded writes it."""
+        """Keeps the buffer for good: a recording writes to it."""
         self.stays = True
         if self._tensor is None:
             self._allocate()
 
     def skip_to(self, written: Sequence[bool]) -> None:
-        """Something else has written these slots, in this step, to the buffer that stays."""
+        """Notes that a replay has written these slots, in this step, in the buffer that stays."""
         assert not self._waiting
         if tuple(written) != self.written:
             self.drop()
@@ -113,7 +113,7 @@ class MainGrad:
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
 
-        Transformer Engine's own layers call `get_main_grad` where there is `__fsdp_param__`, too.
+        Transformer Engine's own layers call `get_main_grad` on parameters with `__fsdp_param__`.
         """
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
@@ -133,9 +133,9 @@ class MainGrad:
         return view.zero_() if is_first else view
 
     def claim(self, index: int) -> tuple[Tensor, bool]:
-        """View of slot `index`, and whether nothing has landed there in this step, for whoever writes next.
+        """View of slot `index` for the next writer, and whether nothing has landed there in this step.
 
-        If nothing has, what it holds is undefined, and has to be overwritten; otherwise it is added to.
+        If nothing has, the contents are undefined and must be overwritten; otherwise the writer adds to them.
         """
         if index in self._waiting:
             self.flush()
@@ -144,7 +144,7 @@ class MainGrad:
     def claim_joint(self, index: int) -> tuple[Tensor, bool]:
         """View of joint `index`, and whether nothing has landed in any of its slots in this step.
 
-        If something has, in a part that was used by itself, the other parts are zero.
+        If a part that was used by itself has a gradient already, the other parts are zero.
         """
         slots = self._layout.joints[index].slots
         if not self._waiting.keys().isdisjoint(slots):
@@ -164,7 +164,7 @@ class MainGrad:
         return view, is_first
 
     def land(self, index: int, grad: Tensor) -> None:
-        """Adds one parameter's gradient of one microbatch; a small one at the next `flush`.
+        """Adds one parameter's gradient of one microbatch; small ones are added at the next `flush`.
 
         Raises:
             TypeError: if it is sparse.
@@ -184,7 +184,7 @@ class MainGrad:
         self._accumulate(view, grad, first=is_first)
 
     def flush(self) -> None:
-        """Adds the gradients that wait: at the end of a backward, and before the buffer is read."""
+        """Adds the waiting gradients: at the end of a backward, and before the buffer is read."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
@@ -200,9 +200,9 @@ class MainGrad:
         self.ledger.add("accumulate", sum(moved))
 
     def land_flat(self, grad: Tensor) -> None:
-        """Adds the gradient of one microbatch that autograd has just concatenated, padded."""
+        """Adds the padded gradient of one microbatch, which autograd has just concatenated."""
         self.flush()
-        # It read every view's gradient and wrote the flat one.
+        # autograd read every view's gradient and wrote the flat one.
         self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
         self._open()
         if not any(self._written) or all(self._written):
@@ -214,7 +214,7 @@ class MainGrad:
             self.land(index, part)
 
     def take(self) -> Tensor:
-        """Hands the buffer over to be reduced; slots in which nothing landed in this step are zero."""
+        """Hands the buffer over for reduction; slots without a gradient in this step are zero."""
         self.flush()
         views = self._open()
         for view, written in zip(views, self._written, strict=True):
@@ -226,14 +226,14 @@ class MainGrad:
         return tensor
 
     def drop(self) -> None:
-        """Forgets what is in the buffer, and the buffer, unless it stays."""
+        """Drops the gradients, and the buffer unless it stays."""
         if not self.stays:
             self._tensor, self._views, self._joint_views = None, [], []
         self._written, self._waiting, self._is_open = [], {}, False
         self._show()
 
     def _open(self) -> list[Tensor]:
-        """The slots' views, with a buffer that belongs to the current step."""
+        """Views of the slots, in a buffer that belongs to the current step."""
         if self._is_open and self._step != self.microbatch.step and any(self._written):
             logger.warning(
                 "dropped gradients of a step that was never reduced (its last backward failed, or was "

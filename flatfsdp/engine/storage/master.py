@@ -29,9 +29,9 @@ from flatfsdp.flat.layout import FlatLayout, ParamSlot
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
-    """Raises ValueError, on every rank, if some shards are spread over fewer ranks than others.
+    """Raises ValueError, on every rank, if shards are spread over different numbers of ranks.
 
-    Then groups of ranks have parameters of their own under the same names (experts).
+    In that case groups of ranks may have parameters of their own under the same names (experts).
     """
     sizes = sorted({master.grid.num_ranks for master in masters})
     if len(sizes) > 1:
@@ -47,7 +47,7 @@ Version = tuple[int, int]
 
 
 class Portion(NamedTuple):
-    """Elements [start, stop) of a master shard that the optimizer has as one parameter, aliasing it."""
+    """Elements [start, stop) of a master shard, and the parameter that aliases them for the optimizer."""
 
     parameter: nn.Parameter
     start: int
@@ -55,11 +55,11 @@ class Portion(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How to cut a tensor as long as a shard into portions.
+    """Recipe for cutting a tensor as long as a shard into portions.
 
     Attributes:
-        lengths: of the pieces, which are portions and what is between them.
-        portions: the number of the piece that each portion is.
+        lengths: lengths of the pieces: the portions, and what is between them.
+        portions: index of each portion's piece.
     """
 
     lengths: list[int]
@@ -67,7 +67,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, portions: Sequence[Portion], numel: int) -> Split:
-        """The split of a shard into these portions, and the gaps between them."""
+        """Splits a shard into these portions and the gaps between them."""
         split, end = cls([], []), 0
         for _, start, stop in portions:
             if start > end:
@@ -84,20 +84,21 @@ class MasterShard:
 
     Args:
         layout: places of the parameters in the whole buffer.
-        device: where the model computes.
-        grad_dtype: of the reduced gradient.  It goes to `.grad`, which PyTorch keeps in the parameter's own
-            dtype, or to `.main_grad` if the two differ.
+        device: device that the model computes on.
+        grad_dtype: dtype of the reduced gradient.  The gradient goes to `.grad`, which PyTorch keeps in the
+            parameter's own dtype, or to `.main_grad` if the dtypes differ.
         cpu_offload: keep the shard in (pinned) host memory, and its gradient too.
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
-        portions: what the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a model
+        portions: parts that the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a
+            model
             that is sharded in place, one view for each slot.
-        places: of the portions in the model, for their gradients; empty before the model is used.
-        stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
-        identify: what a collective for it carries; None before the model is used.
-        generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
-        is_average: whether it holds an average for a while, inside of `EMA.averaged`.
+        places: places of the portions in the model, for their gradients; empty before the model is used.
+        stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
+        identify: function that gives the identity a collective carries; None before the model is used.
+        generation: counts loads, also from other replicas.  Any other write raises `flat._version`.
+        is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
     def __init__(
@@ -134,17 +135,17 @@ class MasterShard:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it has to travel before it can be computed with or communicated."""
+        """Whether it is in host memory, so that compute and communication need a copy first."""
         return self.flat.device != self.device
 
     @property
     def has_moved(self) -> bool:
-        """Whether somebody has given the shard, or a portion, other memory than is cast and gathered."""
+        """Whether the shard, or a portion, was given other memory than is cast and gathered."""
         size, memory = self.flat.element_size(), self.flat.untyped_storage().data_ptr()
         return self.flat.data_ptr() != self._address or any(
             parameter.data_ptr() != self._address + start * size
             if stop > start
-            # An empty one has no address of its own, and has moved on all ranks or none.
+            # An empty portion has no address of its own, and has moved on all ranks or none.
             else parameter.untyped_storage().data_ptr() != memory
             for parameter, start, stop in self.portions
             if parameter is not self.flat
@@ -159,25 +160,25 @@ class MasterShard:
 
     @property
     def has_views(self) -> bool:
-        """Whether each slot is a portion by itself, also an empty one: the model is sharded in place."""
+        """Whether each slot is a portion, even an empty one: the model is sharded in place."""
         return bool(self.portions) and WHOLE_SHAPE.is_on(self.portions[0].parameter)
 
     @property
     def is_cut(self) -> bool:
-        """Whether `param_groups` has cut portions, of which ranks may have more or fewer."""
+        """Whether `param_groups` has cut portions, whose number may differ between ranks."""
         return not self.has_views and any(each.parameter is not self.flat for each in self.portions)
 
     def portion_name(self, number: int) -> str:
-        """The optimizer's name for a portion in its unit: "head.weight" of a view, otherwise "flat_param"."""
+        """Name of a portion in its unit: "head.weight" for a view, otherwise "flat_param"."""
         return self.layout.slots[number].name if self.has_views else "flat_param"
 
     def divide(self, portions: Sequence[Portion]) -> None:
-        """`portions` are what the optimizer has from now on."""
+        """Makes these portions what the optimizer has from now on."""
         self.portions = portions
         self._place()
 
     def number_in(self, norms: GradNorms, number: int) -> None:
-        """Norms of its gradients are asked of `norms` from now on, which has given it this number."""
+        """Has `norms`, which gave this shard its number, answer for norms of its gradients."""
         self._number = (norms, number)
         self._place()
 
@@ -195,11 +196,11 @@ class MasterShard:
                 part = value.reshape(-1)[piece.start : piece.stop]
                 with torch.no_grad():
                     self.flat[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
-        # On every rank alike: one whose shard is all padding has written nothing.
+        # On every rank alike, even where the shard is all padding and nothing was written.
         self.generation += 1
 
     def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """This rank's part of whole values, as long as the shard and beside it; zero where there is none."""
+        """This rank's part of whole values, as a new tensor as long as the shard; zero elsewhere."""
         shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
         for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
             value = value_of(piece.slot)
@@ -209,10 +210,12 @@ class MasterShard:
         return shard
 
     def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
-        """The whole padded buffer of shards like this one, on the compute device.  Collective if sharded.
+        """Gathers shards like this one into a whole padded buffer on the compute device.
+
+        Collective if sharded.
 
         Args:
-            shard: this rank's part, of the shape of `flat`; default: `flat`.
+            shard: this rank's part, of the shape of `flat`; default: `flat` itself.
             rank0_only: only the first rank of the grid gets it, the others None.
         """
         ranks = self.grid.shard
@@ -234,7 +237,7 @@ class MasterShard:
         return full
 
     def store(self, full: Tensor) -> None:
-        """Takes this rank's part of a whole padded buffer."""
+        """Stores this rank's part of a whole padded buffer."""
         length = self.flat.numel()
         start = self.grid.shard.rank * length
         with torch.no_grad():
@@ -242,15 +245,15 @@ class MasterShard:
         self.generation += 1
 
     def store_from_rank0(self, full: Tensor | None) -> None:
-        """Takes over the whole buffer that the first rank of the grid has.  Collective; see `store`."""
+        """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
         with torch.no_grad():
             self.flat.copy_(self.scattered(full, self.flat.dtype))
         self.generation += 1
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the whole padded buffer that the first rank of the grid passes.  Collective.
+        """Scatters the whole padded buffer of the grid's first rank; returns this rank's part.  Collective.
 
-        It is on the compute device; the other ranks pass None.
+        The result is on the compute device.  Other ranks pass None.
         """
         own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
@@ -267,7 +270,7 @@ class MasterShard:
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank counts the gradient in a norm, and not another one that has the same."""
+        """Whether this rank counts the gradient in a norm: of ranks with the same one, one does."""
         return self.layout.placement is Placement.SPLIT or self.grid.tensor.rank == 0
 
     # ---- gradients --------------------------------------------------------------------------------------
@@ -280,16 +283,16 @@ class MasterShard:
     @property
     def grads(self) -> Sequence[Tensor]:
         """The reduced gradients that are there: one a portion, or one of all views together."""
-        # Norms of cut portions are added up as an optimizer does that has them.
+        # Cut portions are added up one by one, as in the norm of an optimizer that has them.
         if not self.is_cut and (joint := self.joint_grad(0, len(self.portions))) is not None:
             return [joint]
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [plain(grad) for grad in found if grad is not None]
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """One gradient of the whole shard, 1-D, of which portions [first, last) have their parts.
+        """The gradient of the whole shard, 1-D, if portions [first, last) all have parts of it.
 
-        None if one of them has no gradient, or another one.  Portions without elements do not count.
+        None if one of them has no gradient or another one.  Portions without elements do not count.
         """
         published = None if self._published is None else self._published()
         if published is None:
@@ -315,7 +318,7 @@ class MasterShard:
             joint.add_(grad)
             return joint.numel()
         published = Published(grad)
-        # Weak: zeroing the gradients of all portions frees it.
+        # Weak, so that zeroing the gradients of all portions frees the memory.
         self._published = weakref.ref(published)
         added = 0
         for (parameter, _, _), part, place in zip(self.portions, self._parts(grad), self.places, strict=True):
@@ -323,7 +326,7 @@ class MasterShard:
             if present is None:
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
             else:
-                # Zeros that stand where an `Unreduced` was are an ordinary tensor.
+                # Zeros in place of an `Unreduced` are an ordinary tensor.
                 attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                 added += part.numel()
         return added
@@ -331,7 +334,7 @@ class MasterShard:
     def _parts(self, grad: Tensor) -> list[Tensor]:
         """The elements of each portion.
 
-        An empty part, too, has the version counter of `grad`, so that ranks notice the same writes.
+        An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
         """
         if self._split is None:
             self._split = Split.of(self.portions, self.flat.numel())

@@ -1,19 +1,19 @@
-"""Gradients of shards: plain tensors, but for questions that one rank's part of a gradient cannot answer.
+"""`ShardGrad`: a rank's part of a gradient, which asks other ranks where its own part cannot answer.
 
 In:   a reduced gradient, as long as the master shard (`Published`).
-Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each view, in the memory of that one.
+Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each view, in the same memory.
 Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_norms.py` answers over ranks.
 
-    flat gradient   | view 0 .......|gap| view 1 ....................|     held by its parts alone
+    flat gradient   | view 0 .......|gap| view 1 ....................|     kept alive by its parts alone
     .grad             ShardGrad           ShardGrad
 
-A `ShardGrad` and what is computed from it in the same shape (`p.grad / n`, `.detach()`) know whose gradient
-they are:
+A `ShardGrad`, and any result of the same shape that is computed from it (`p.grad / n`, `.detach()`), knows
+which parameter it belongs to:
 
-    norms                                        of the parameter's whole gradient, over all ranks
-    _amp_foreach_non_finite_check_and_unscale_   what is not finite on any rank shows on all
-    max, min, amax, amin                         raise on all ranks: those without elements would raise alone
-    anything else                                of this rank's elements, and a plain tensor
+    norms                                        are those of the whole gradient, over all ranks
+    _amp_foreach_non_finite_check_and_unscale_   shows non-finite values of any rank on all ranks
+    max, min, amax, amin                         raise on all ranks, as ranks without elements would
+    anything else                                uses this rank's elements and gives a plain tensor
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 class GradNorms(Protocol):
-    """What asks other ranks about gradients (`grad_norms.py`)."""
+    """Interface of what asks other ranks about gradients (`grad_norms.py`)."""
 
     def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
         """The norm of the whole gradient, 0-dim.  Collective."""
@@ -63,11 +63,11 @@ class Published:
 
 
 class Answer(NamedTuple):
-    """A norm that was taken along with others and has not been asked for yet.
+    """A norm that was taken with others and has not been asked for yet.
 
     Attributes:
-        version: of the gradient then.
-        writes: how often gradients may have been written to without a trace before.
+        version: version of the gradient at that time.
+        writes: count, at that time, of possible unnoticed writes to gradients.
     """
 
     norm_type: float
@@ -89,10 +89,10 @@ class ShardGrad(Tensor):
     """This rank's part of the gradient of one parameter, or of a whole flat one: 1-D, perhaps empty.
 
     Attributes:
-        place: whose gradient it is.
-        published: of what this is a part, in the same memory; None for what was computed from one.
-        answer: its norm, if another question has had it taken along.
-        zeroings: how often it was zeroed.
+        place: the parameter that it is the gradient of.
+        published: the reduced gradient that this is a part of, in the same memory; None for computed results.
+        answer: its norm, if that was taken with another one.
+        zeroings: number of times it was zeroed.
     """
 
     place: Place
@@ -142,7 +142,7 @@ class ShardGrad(Tensor):
             return _of_the_same_place(result, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary tensor: a copy is nobody's gradient."""
+        """Copies to an ordinary tensor, which belongs to no parameter."""
         return copy.deepcopy(self.plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -155,7 +155,7 @@ def plain(grad: Tensor) -> Tensor:
 
 
 def _shard_grads(values: Any) -> Iterator[ShardGrad]:
-    """Those among arguments, also in lists."""
+    """Yields the `ShardGrad`s among arguments, also those in lists."""
     for value in values:
         if isinstance(value, ShardGrad):
             yield value
@@ -164,7 +164,7 @@ def _shard_grads(values: Any) -> Iterator[ShardGrad]:
 
 
 def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
-    """What was computed from a gradient knows whose it is, if it may stand in its place."""
+    """Marks a result computed from a gradient with the same parameter, if it could replace the gradient."""
     if args and type(result) in (list, tuple):
         # torch._foreach_mul(grads, 0.5)
         count = len(result)
@@ -180,7 +180,7 @@ def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
 
 
 def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError but for `torch.max(grad, other)`."""
+    """Raises ValueError except for `torch.max(grad, other)`."""
     others = (*args[1:], kwargs.get("other"))
     if not any(isinstance(other, Tensor) for other in others):
         raise ValueError(
@@ -191,7 +191,7 @@ def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """A norm of one gradient; of a 1-D tensor, that along its dimension is the norm."""
+    """Norm of one whole gradient; for a 1-D tensor, a norm along its dimension is the norm."""
     options = dict(zip(("p", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     order, dim = options.get("p", options.get("ord", 2.0)), options.get("dim")
     norm_type = 2.0 if order in (None, "fro") else float(order)
@@ -209,7 +209,7 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _norms(tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """`torch._foreach_norm` of gradients and other tensors."""
+    """Computes `torch._foreach_norm` of gradients and other tensors."""
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
 
 

@@ -1,13 +1,13 @@
-"""How an optimizer's `zero_grad()` drops gradients that it cannot see: those accumulated and not yet reduced.
+"""Lets an optimizer's `zero_grad()` drop gradients that it cannot see: accumulated, not yet reduced.
 
-In:   the parameters that the optimizer has of one master shard.
-Out:  while gradients are accumulated, something in each `.grad`; `were_zeroed` once that is gone.
+In:   the parameters of one master shard that the optimizer has.
+Out:  a tensor in each `.grad` while gradients are accumulated; `were_zeroed` once these are gone.
 Next: `engine/step/root.py` asks at every forward and backward, and drops what was accumulated.
 
     .grad of the parameter       zero_grad() is noticed by
     none: an `Unreduced` marker  another object, or None
     from an earlier reduction    another object, or None, or a `ShardGrad` that was zeroed
-    anybody's tensor             another object, or None, or zeros written to it
+    a tensor set by the user     another object, or None, or zeros written to it
 
 PyTorch has no hook for `zero_grad()`.
 """
@@ -32,18 +32,18 @@ _GRAD_FN: Any = Tensor.grad_fn
 class Unreduced(Tensor):
     """Stands in `.grad` for gradients that are accumulated and not yet reduced; all its elements are one.
 
-    `zero_grad(set_to_none=False)` puts zeros in its place.  Anything else that is done with it raises: an
-    optimizer would take it for a zero gradient.
+    `zero_grad(set_to_none=False)` puts zeros in its place.  Any other use raises, because an optimizer would
+    take it for a zero gradient.
     """
 
     _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
     def of(parameter: nn.Parameter) -> Unreduced:
-        """The marker that stands for a parameter's gradient while it is accumulated."""
+        """Makes the marker for a parameter whose gradient is being accumulated."""
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         marker = zero.expand(parameter.shape).as_subclass(Unreduced)
-        # The parameter has the marker: a reference back would keep both for good.
+        # The parameter refers to the marker; a reference back would keep both alive for good.
         marker._parameter = weakref.ref(parameter)
         return marker
 
@@ -60,7 +60,7 @@ class Unreduced(Tensor):
         if func is Tensor.__repr__:
             return "<gradients that are accumulated and not yet reduced>"
         if func in (Tensor.requires_grad_, Tensor.zero_):
-            # Optimizers and modules do the first to every gradient that they are about to zero in place.
+            # Optimizers and modules do this to every gradient that they are about to zero in place.
             marker = args[0]
             parameter = marker._parameter()
             if parameter is not None and parameter.grad is marker:
@@ -80,10 +80,10 @@ def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD
 
 
 class _Watched(NamedTuple):
-    """A gradient as it was.
+    """State of a gradient when the watch began.
 
     Attributes:
-        writes: how often it had been zeroed; of anybody's tensor, its version; None of a marker.
+        writes: number of times it had been zeroed; for a user's tensor, its version; for a marker, None.
     """
 
     parameter: nn.Parameter
@@ -92,14 +92,14 @@ class _Watched(NamedTuple):
 
 
 class UnreducedMarks:
-    """Watches `.grad` of some parameters, from the end of one backward to the next."""
+    """Watches `.grad` of some parameters from the end of one backward to the next."""
 
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
         self._markers: list[tuple[nn.Parameter, Unreduced]] = []
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Puts a marker where there is no gradient; also goes on with those that have one."""
+        """Puts markers where there is no gradient, and watches the gradients that are there."""
         parameters = list(parameters)
         markers = self._markers_of(parameters)
         self._watched.clear()
@@ -110,7 +110,7 @@ class UnreducedMarks:
             self._watched.append(_Watched(parameter, grad, _writes(grad)))
 
     def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
-        """One a parameter, kept for the next time."""
+        """Markers, one a parameter, kept for the next time."""
         known = [parameter for parameter, _ in self._markers]
         if len(known) != len(parameters) or not all(map(is_, known, parameters)):
             self._markers = [(parameter, Unreduced.of(parameter)) for parameter in parameters]
@@ -123,12 +123,12 @@ class UnreducedMarks:
 
     @property
     def were_zeroed(self) -> bool:
-        """Whether somebody has zeroed the gradients, or taken them away.
+        """Whether the gradients were zeroed or taken away.
 
         Raises:
-            RuntimeError: if that was done to some of them only.
+            RuntimeError: if only some of them were.
         """
-        # By far the most markers are as they were: asked for in every microbatch, and without calls.
+        # The common case, unchanged markers, without calls: this runs in every microbatch.
         if all(parameter.grad is grad and writes is None for parameter, grad, writes in self._watched):
             return False
         zeroed = [_was_zeroed(each) for each in self._watched]
@@ -143,7 +143,7 @@ class UnreducedMarks:
         return True
 
     def stop(self) -> None:
-        """Takes the markers away."""
+        """Removes the markers."""
         for parameter, grad, _ in self._watched:
             if parameter.grad is grad and isinstance(grad, Unreduced):
                 parameter.grad = None
@@ -162,5 +162,5 @@ def _was_zeroed(watched: _Watched) -> bool:
         return True
     if _writes(grad) == writes:
         return False
-    # Clipping writes to a gradient, too.
+    # Clipping changes the version, too, so look at the values.
     return isinstance(grad, ShardGrad) or not bool(grad.any())
