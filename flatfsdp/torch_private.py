@@ -60,7 +60,7 @@ def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterat
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long collectives over a process group wait for other ranks; None for backends that do not say."""
     for device in group._device_types:
-        # Of the classes of backends, some have no options, and some raise.
+        # Some classes of backends have no options, and some raise.
         with suppress(AttributeError, RuntimeError):
             timeout: timedelta = group._get_backend(device).options._timeout
             return timeout

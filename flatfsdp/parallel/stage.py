@@ -322,7 +322,7 @@ class FlatStage(PipelineStage):
         self.scale_grads(grad_scale_factor)
         schedule = self._known_schedule and self._known_schedule()
         if isinstance(schedule, PipelineScheduleSingle):
-            # That was all of the step: everything is sent.
+            # The step is complete: everything is sent.
             self._stage_ranks.raise_postponed()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
