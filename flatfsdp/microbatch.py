@@ -1,8 +1,8 @@
-"""The microbatch of the running step: first, last, or in between.
+"""`Microbatch`: the position in the running step: first, last, or in between.
 
 A root module and all its units share one `Microbatch`.  `no_sync()`, `set_is_last_backward()` and
-`microbatches()` write it; the units read it when a gradient lands, never in the forward, so schedules in
-which the forward of one microbatch runs before the backward of another need nothing special.
+`microbatches()` write it.  Units read it when a gradient lands, never in the forward, so pipeline schedules,
+in which the forward of one microbatch runs before the backward of another, need nothing special.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Batch = TypeVar("Batch")
 
 
 class Microbatch:
-    """Position in the current step.
+    """Position in the running step.
 
     Attributes:
-        is_first: set by `microbatches` for the first one of a step.
-        is_last: whether the backward that runs now, or next, is the last one of the step.
-        index: backwards finished in this step.
+        is_first: whether this is the first microbatch of a step; set by `microbatches`.
+        is_last: whether the running backward, or the next one, is the last of the step.
+        index: number of backwards finished in this step.
         steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
-        step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was
-            opened in, so what an abandoned step left behind is never added to.
-        is_recorded: whether this one is recorded in a CUDA graph, so that nothing runs now.
+        step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
+            in, so gradients of an abandoned step are never added to.
+        is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class Microbatch:
         self.step = 0
         self.steps_reduced = 0
         self.is_recorded = False
-        # Each once, in this order.
+        # Callbacks, each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}
         self._loop: object = None
         self._loop_step = -1
 
     def end_step(self) -> None:
-        """The step is over, whether it was reduced or abandoned."""
+        """Ends the step, whether it was reduced or abandoned."""
         self.step += 1
         self.index = 0
         at_end, self._at_end = self._at_end, {}
@@ -55,24 +55,24 @@ class Microbatch:
             callback()
 
     def call_at_end_of_step(self, callback: Callable[[], None]) -> None:
-        """Calls it once, however often it was passed, when this step is over."""
+        """Has `callback` called once at the end of this step, even if it is passed several times."""
         self._at_end[callback] = None
 
     def begin_loop(self, loop: object) -> None:
-        """A `microbatches` loop takes over; what an unfinished step accumulated is out of date."""
+        """Begins a `microbatches` loop; what an unfinished step accumulated becomes stale."""
         self._leave_loop()
         self._loop = loop
         self.end_step()
         self._loop_step = self.step
 
     def end_loop(self, loop: object) -> None:
-        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late."""
+        """Returns to one microbatch a step, unless a later loop has begun: loops may end late, after errors."""
         if self._loop is loop:
             self.is_first = self.is_last = True
             self._leave_loop()
 
     def _leave_loop(self) -> None:
-        """What was accumulated without a last backward is out of date."""
+        """Makes stale what was accumulated without a last backward."""
         if self._loop is not None and self.step == self._loop_step and self.index > 0:
             logger.warning(
                 "microbatches() ended without a backward of its last batch: gradients were not reduced, and "
@@ -84,7 +84,7 @@ class Microbatch:
 
     @contextmanager
     def not_last(self) -> Iterator[None]:
-        """Inside, backwards are not the last ones of a step."""
+        """Context in which backwards are not the last ones of a step."""
         before, self.is_last = self.is_last, False
         try:
             yield
@@ -93,18 +93,18 @@ class Microbatch:
 
 
 def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields the batches of one optimizer step and tells every FlatFSDP in `model` which is first and last.
+    """Yields the batches of one optimizer step, and tells FlatFSDP which is the first and the last.
 
     Run forward and backward of each batch inside the loop; gradients are reduced in the last one's
-    backward (or in every one's, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a
-    generator.  A step without a backward of its last batch, because the loop was left with `break` or that
-    batch was skipped, reduces nothing: what it accumulated is dropped, with a warning.
+    backward (or in each, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a generator.
+    If the last batch gets no backward, because the loop was left with `break` or the batch was skipped, the
+    step reduces nothing: accumulated gradients are dropped, with a warning.
 
         for tokens, targets in microbatches(model, batches):
             model(tokens, targets).backward()
         optimizer.step()
     """
-    # Before the root module is first called, its units still have one each.
+    # Before the root module is first called, each unit has a `Microbatch` of its own.
     units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
     states = {unit.microbatch for unit in units}
     source = iter(batches)

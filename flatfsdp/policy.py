@@ -1,4 +1,4 @@
-"""What the user decides, as frozen values that are validated when they are made.
+"""Settings that the user chooses, as frozen dataclasses that check their values.
 
 Next: `engine/fsdp.py` reads them; nothing else in the engine takes flags.
 """
@@ -13,28 +13,28 @@ import torch
 from flatfsdp.fp8.recipe import CurrentScaling
 
 GradSync = Literal["last", "every"]
-"""When gradients are reduce-scattered: in the last microbatch's backward, or in every backward.  Across
-replicas they are reduced in the last one either way."""
+"""When gradients are reduce-scattered: in the last microbatch's backward, or in every one's.  Replicas are
+reduced in the last one either way."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a parameter's stations through one step; all floating point.
+    """Dtypes of a parameter on its way through one step; all floating-point.
 
     Attributes:
-        param: master shard, which the optimizer updates.
-        compute: unsharded parameters, and floating-point inputs of the root's forward.
-        accumulate: the flat gradient buffer (`main_grad`) in which microbatches are added up.
-        reduce: what travels in the reduce-scatter.
-        grad: the reduced shard; None means as `param`.  It is in the flat parameter's `.grad` if the two are
-            the same, else in its `.main_grad`, for optimizers that look there.
-        buffer: floating-point module buffers; None leaves them as they are.
-        fp8_weights: how to scale weights that are kept in FP8 (E4M3), one byte an element, wherever `compute`
-            applies to the others: those which every layer that has them can multiply with in FP8, as
-            `flatfsdp.layers` and what its `convert` makes.  Such a model runs inside `fp8.autocast`, with any
-            recipe that has one scale a tensor.  None keeps all weights in `compute`.  "in_layers" does
-            so, too, in the flat buffers that FP8 weights would have: for comparison, as sums over three ranks
-            or more have an order that depends on where shards are cut.
+        param: dtype of the master shard, which the optimizer updates.
+        compute: dtype of unsharded parameters, and of floating-point inputs of the root's forward.
+        accumulate: dtype of the flat gradient buffer (`main_grad`) in which microbatches are added up.
+        reduce: dtype of gradients in the reduce-scatter.
+        grad: dtype of the reduced shard; None means `param`.  If the two are the same, the gradient is in the
+            flat parameter's `.grad`, otherwise in its `.main_grad`, for optimizers that look there.
+        buffer: dtype of floating-point module buffers; None leaves them as they are.
+        fp8_weights: scaling of weights that are stored in FP8 (E4M3), one byte an element, instead of
+            `compute`.  These are the weights that every layer which has them multiplies in FP8, such as
+            `flatfsdp.layers` and layers made by its `convert`.  Such a model runs inside `fp8.autocast`, with
+            any recipe that has one scale a tensor.  None keeps all weights in `compute`.  "in_layers" does
+            so, too, but in the flat buffers that FP8 weights would have.  It serves comparisons: over three
+            ranks or more, the order of sums depends on where shards are cut.
     """
 
     param: torch.dtype = torch.float32
@@ -70,9 +70,9 @@ _PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many units are gathered ahead of the one that computes; 0 turns it off.
+    """Number of units gathered ahead of the running one; 0 turns prefetching off.
 
-    Each step of depth costs the unsharded parameters of one more unit.  The order is the one that the
+    Each unit gathered ahead costs the memory of its unsharded parameters.  The order is the one that the
     previous forward recorded, so the first step does not prefetch.
     """
 
@@ -89,7 +89,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """All choices of one `FlatFSDP`; its constructor documents them."""
+    """All settings of one `FlatFSDP`, whose constructor documents them."""
 
     precision: Precision
     reshard_after_forward: bool
@@ -114,9 +114,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Division:
-    """Divisors of gradients around the sum over ranks, in place of the mean.
+    """Divisors of gradients before and after the sum over ranks, instead of the mean.
 
-    `before` divides ahead of the sum and `after` behind it, which keeps a sum in a narrow dtype in its range.
+    Dividing by `before` ahead of the sum, and by `after` behind it, keeps a sum in a narrow dtype in range.
     """
 
     before: float
@@ -133,8 +133,8 @@ class Gathering:
     """The ranks that get whole parameters, and the device for them.
 
     Attributes:
-        rank0_only: the first rank of the grid; on the others the parameters stay as they are.
-        offload_to_cpu: in host memory, so that the device never holds more than one unit.
+        rank0_only: only the first rank of the grid gets them; on others the parameters stay as they are.
+        offload_to_cpu: put them in host memory, so that the device never holds more than one unit.
     """
 
     rank0_only: bool = False

@@ -1,9 +1,9 @@
-"""The private parts of PyTorch that the engine relies on: of autograd, process groups, and Dynamo.
+"""Private parts of PyTorch that the engine relies on: of autograd, process groups, and Dynamo.
 
-`torch.compile` sees nothing of the engine.  A model that was wrapped and then compiled as a whole, or whose
-modules were compiled one by one, becomes graphs of the modules inside each unit; the engine runs between them
-as it is written.  Traced, its collectives would be replaced by functional ones, which copy, and every step
-would be recompiled.
+`torch.compile` does not see the engine.  If a model is wrapped and then compiled as a whole, or its modules
+are compiled one by one, the graphs are of the modules inside each unit, and the engine runs between them,
+uncompiled.  If the engine were traced, its collectives would be replaced by functional ones, which copy, and
+every step would be recompiled.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ R = TypeVar("R")
 
 
 def default_store() -> dist.Store:
-    """The store through which the ranks of the default process group have found each other."""
+    """Store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All that this process is in and that are not destroyed."""
+    """All existing process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 @contextmanager
 def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
-    """Collectives that begin inside over gloo wait for other ranks that long; None: as long as ever."""
+    """Context in which gloo collectives wait that many seconds for other ranks; None: as long as usual."""
     backend: Any = None if group is None else group._get_backend(torch.device("cpu"))
     if seconds is None or not isinstance(backend, dist.ProcessGroupGloo):
         yield
@@ -58,7 +58,7 @@ def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterat
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long collectives over a process group wait for other ranks; None for backends that do not say."""
+    """Timeout of collectives over a process group; None for backends that do not tell."""
     for device in group._device_types:
         # Some classes of backends have no options, and some raise.
         with suppress(AttributeError, RuntimeError):
@@ -70,22 +70,22 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def new_group(
     global_ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """A process group of some ranks, which is shut down before others.  Collective over these ranks only.
+    """Makes a process group that is shut down before others.  Collective over its ranks only.
 
-    `dist.new_group(use_local_synchronization=True)` makes the name from the ranks and from the number of
-    groups that this process is in.  Ranks that are in unequally many wait for each other in vain then.  And a
-    group that is made after another one has ended can have its name, under which the store still says where
-    the ranks of that one listened.
+    `dist.new_group(use_local_synchronization=True)` derives the name from the ranks and from the number of
+    groups that this process is in.  If these numbers differ, ranks wait for each other in vain.  A new group
+    can also get the name of one that has ended, for which the store still has the old addresses.
 
     Args:
-        name: the same on all of them; no other group of theirs from here has it, or has had it.
-        backend: None takes that of the default process group.
-        timeout: of its collectives; None takes PyTorch's default for the backend.
+        global_ranks: numbers of the ranks in the default process group.
+        name: name of the group, equal on all its ranks, and never used by them for another group.
+        backend: backend of the group; None takes that of the default process group.
+        timeout: timeout of its collectives; None takes PyTorch's default for the backend.
     """
     c10d = dist.distributed_c10d
     from_ranks = c10d._process_group_name
     digest = hashlib.sha256(repr(tuple(global_ranks)).encode()).hexdigest()
-    # A tilde, because PyTorch destroys all groups backwards by name.
+    # A tilde, because PyTorch destroys all groups in reverse order of their names.
     full = f"~flatfsdp {name} {digest[:16]}"
     c10d._process_group_name = lambda ranks, use_hashed_name: full  # type: ignore[assignment, return-value]
     try:
@@ -102,7 +102,9 @@ def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None], *
     PyTorch has no hook for that.
 
     Args:
-        also_at_exit: or before Python ends without destroying it, perhaps on this rank alone.
+        group: the process group.
+        method: bound method to call.
+        also_at_exit: call it also if Python ends without destroying the group, perhaps on this rank alone.
     """
     if not hasattr(dist.ProcessGroup.shutdown, "__wrapped__"):
         dist.ProcessGroup.shutdown = _calling_first(  # type: ignore[method-assign, assignment]
@@ -141,7 +143,7 @@ _before_shutdown: WeakKeyDictionary[dist.ProcessGroup, list[_Call]] = WeakKeyDic
 
 
 def running_backward() -> int:
-    """Number of the backward that runs in this thread, -1 if none; one inside another has its own."""
+    """Number of the backward that runs in this thread, -1 if none does; a nested one has its own."""
     return torch._C._current_graph_task_id()
 
 
@@ -154,8 +156,8 @@ class CheckpointRun(NamedTuple):
     """A run of a function inside `torch.utils.checkpoint.checkpoint`.
 
     Attributes:
-        owner: what the checkpoint keeps for backward, of which there is one a call.
-        recomputation: something else for each run in backward; None in the forward.
+        owner: object that the checkpoint keeps for backward, one for each call.
+        recomputation: object that differs for each run in backward; None in the forward.
         trains: whether a backward may follow; a reentrant checkpoint runs its function without gradients.
     """
 
@@ -165,7 +167,7 @@ class CheckpointRun(NamedTuple):
 
 
 def may_run_in_checkpoint() -> bool:
-    """Whether the code that runs now could be inside a checkpoint; costs less than to look for one."""
+    """Whether the running code could be inside a checkpoint; cheaper than looking for one."""
     return in_backward() or not torch.is_grad_enabled() or _has_saved_tensors_hooks()
 
 
@@ -174,12 +176,12 @@ def _has_saved_tensors_hooks() -> bool:
 
 
 def running_checkpoints(until: CodeType) -> Iterator[CheckpointRun | None]:
-    """The calls of PyTorch's checkpoint that run on this Python stack, innermost first.
+    """Yields the calls of PyTorch's checkpoint on this Python stack, innermost first.
 
-    The last one is a recomputation, if there is one: what is around it runs the backward.
+    The last one is a recomputation, if there is one: frames around it run the backward.
 
     Args:
-        until: a function behind which nobody looks; None stands for it.
+        until: code of a function at which the search ends; None is yielded for it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -187,7 +189,7 @@ def running_checkpoints(until: CodeType) -> Iterator[CheckpointRun | None]:
         if code is until:
             yield None
             return
-        # Code objects are hashed by all that is in them.
+        # By id, because code objects are hashed by all their contents.
         if id(code) in _CHECKPOINT_CODES:
             run = _run_in(code, frame.f_locals)
             if run is not None:
@@ -198,12 +200,12 @@ def running_checkpoints(until: CodeType) -> Iterator[CheckpointRun | None]:
 
 
 def _run_in(code: CodeType, variables: Any) -> CheckpointRun | None:
-    """What runs in a frame with these variables; None: nothing that has a backward."""
+    """The checkpoint run in a frame with these variables; None if it has no backward."""
     if code is _CHECKPOINT:
         generator = variables.get("gen")
         if generator is None or generator.gi_frame is None:
             return None  # reentrant
-        # Called without gradients it leaves no hooks.
+        # If called without gradients, the checkpoint leaves no hooks.
         trains = torch.is_grad_enabled() or _has_saved_tensors_hooks()
         return CheckpointRun(generator.gi_frame.f_locals["new_frame"], None, trains)
     if code is _UNPACK:
@@ -231,18 +233,19 @@ def receives_gradient(tensor: Tensor, node: Node | None = None) -> bool:
     """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only.
 
     Args:
-        node: what takes the gradient, if that is known: to find the node of a leaf takes a view of it.
+        tensor: the tensor.
+        node: node that takes the gradient, if known: to find that of a leaf takes a view of it.
     """
     base = None if tensor.is_leaf else tensor._base
     if not (tensor if base is None else base).requires_grad:
-        # Frozen since the forward; a view of a flat leaf says of itself what was true when it was made.
+        # Frozen since the forward; a view of a flat leaf has the flag from when it was made.
         return False
     if node is None:
         node = _accumulation_into(tensor) if tensor.grad_fn is None else tensor.grad_fn
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # autograd.grad with respect to this very tensor, which nothing accumulates.
+        # autograd.grad with respect to this very tensor, which accumulates nothing.
         return False
 
 
@@ -254,13 +257,13 @@ def _accumulation_into(leaf: Tensor) -> Node:
 
 
 def nodes_behind(tensor: Tensor, count: int) -> Sequence[Node | None]:
-    """What takes the gradients of the last `count` tensors that `tensor` was computed from, in order."""
+    """Nodes that take the gradients of the last `count` inputs of the function behind `tensor`, in order."""
     assert tensor.grad_fn is not None
     return [node for node, _ in tensor.grad_fn.next_functions[-count:]]
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
-    """PyTorch's `once_differentiable` without the 3 us it takes to switch off gradients that are off."""
+    """Wraps `once_differentiable`, without the 3 us it takes to switch off gradients that are off."""
     checked = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
@@ -273,7 +276,7 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
 def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
     """Lets the last `depth` operations behind `tensor` run in backward as soon as their gradients are there.
 
-    As the accumulation into a leaf does; other operations wait for all that were recorded after them.
+    The accumulation into a leaf does so, too; other operations wait for all that were recorded after them.
     """
     node = tensor.grad_fn
     for _ in range(depth):
@@ -283,25 +286,25 @@ def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
 
 
 def run_post_accumulate_hooks(parameter: Tensor) -> None:
-    """Runs what `register_post_accumulate_grad_hook` has left, for a gradient that autograd did not bring."""
+    """Runs post-accumulate-grad hooks for a gradient that did not come from autograd."""
     hooks = parameter._post_accumulate_grad_hooks
     if hooks:
         with torch.no_grad():
-            # One that removes itself changes the dict.
+            # A hook that removes itself changes the dict.
             for hook in list(hooks.values()):
                 hook(parameter)
 
 
 def shares_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether `tensor` is in this memory; a detached view is, too.
+    """Whether `tensor` is in this memory; true for a detached view, too.
 
-    Sparse tensors, and those inside torch.vmap and torch.func.jvp, have no memory that one could ask for.
+    Sparse tensors, and tensors inside torch.vmap and torch.func.jvp, have no memory to compare.
     """
     return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == storage._cdata
 
 
 def uses_of_memory(tensor: Tensor) -> int:
-    """How many tensors there are in this memory, and a constant."""
+    """Number of tensors in the memory of `tensor`, plus a constant."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
@@ -322,30 +325,30 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """Neither `function` nor what it calls is compiled.
+    """Keeps `function`, and what it calls, from being compiled.
 
-    As `torch.compiler.disable`, which would import the compiler along with this package, rather than in the
-    first forward; it takes a second.
+    `torch.compiler.disable` does the same, but would import the compiler, which takes a second, along with
+    this package rather than in the first forward.
     """
     return _disable_dynamo(function)
 
 
 def traced_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """No caller's graph has `function` in it; what it calls is compiled, each by itself."""
+    """Keeps `function` out of its caller's graph; functions that it calls are compiled separately."""
     return _disable_dynamo(function, recursive=False)
 
 
 def begin_imagined_ranks(world: int) -> None:
-    """Makes a default process group of `world` ranks of which only rank 0 exists; nothing is ever sent."""
+    """Makes a default process group of `world` ranks, of which only rank 0 exists; nothing is ever sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def backward_within_modes(loss: Tensor) -> None:
-    """`loss.backward()` of a scalar that keeps modes of torch functions on: checkpoints run forwards in it.
+    """Runs `loss.backward()` of a scalar with torch-function modes on, for the forwards of checkpoints in it.
 
-    `Tensor.backward` is a torch function itself, and a mode is off while it handles one.
+    `Tensor.backward` is a torch function itself, so a mode that handles it would be off inside.
     """
     engine = Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

@@ -1,7 +1,7 @@
-"""The commands and their options; what they do is in one file each.
+"""The commands and their options; each command's work is in a file of its own.
 
-Exit codes: 0 all is well; 1 `verify` found a difference, a rank failed, or what is planned does not fit;
-2 the options make no sense.
+Exit codes: 0 success; 1 `verify` found a difference, a rank failed, or a plan does not fit;
+2 the options are invalid.
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ def verify(
 
 
 def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) -> tuple[Switch, ...]:
-    """Those of the switches that make a difference on the device.
+    """Chooses the switches that make a difference on the device.
 
     Raises:
-        ValueError: if one that was given makes none.
+        ValueError: if one that was given makes no difference.
     """
     if launch.use_cuda():
         return tuple(wanted)
@@ -206,7 +206,7 @@ def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) ->
 def conclude(
     report: Report | MatrixReport | ModelReport, out: Path, json: bool, remarks: Sequence[str] = ()
 ) -> NoReturn:
-    """Writes and prints what came of `verify`; ends with its exit code."""
+    """Writes and prints the result of `verify`; ends with its exit code."""
     if is_main():
         written = report.write(out)
         if json:
@@ -286,14 +286,14 @@ app.command()(plan)
 
 
 def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
-    """Reads the data once and makes the output folder, so that no rank fails, or works for nothing."""
+    """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
     settings.sampler()
     out.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def reported_failures() -> Iterator[None]:
-    """A rank's failure becomes its traceback on stderr and exit code 1."""
+    """Context that turns a rank's failure into its traceback on stderr and exit code 1."""
     try:
         yield
     except (ProcessRaisedException, ProcessExitedException) as error:

@@ -1,4 +1,4 @@
-"""What commands do alike at the terminal."""
+"""Terminal helpers that all commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """What a configuration refuses is the user's to mend: a message and exit code 2, no traceback."""
+    """Context that turns invalid settings into a message and exit code 2, without traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -20,16 +20,16 @@ def usage_errors() -> Iterator[None]:
 
 
 def results_console() -> Console:
-    """stdout; a pipe or a log has no width, and gets one that fits the table."""
+    """Makes a console on stdout; a pipe or a log has no width, and gets one that fits the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """The options that are on the command line, not left to their defaults."""
+    """Options that are given on the command line, without those left to their defaults."""
     return {
         name: value
         for name, value in context.params.items()
-        # By name, as typer may bring a click of its own.
+        # Compared by name, as typer may bring a click of its own.
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }

@@ -1,6 +1,6 @@
-"""`verify --matrix`: one model over ranks in many ways, each with a switch off and on, compared bit for bit.
+"""`verify --matrix`: compares, bit for bit, runs of one model shared over ranks in many ways.
 
-In:   the options of `verify`, of which a `MatrixPlan` makes rows, and numbers of ranks that they fit.
+In:   the options of `verify`, from which a `MatrixPlan` makes rows, and the numbers of ranks they fit.
 Out:  a `MatrixReport`.
 """
 
@@ -32,19 +32,19 @@ from flatfsdp.training.llama import Meshes, ParallelSettings, train_parallel
 
 ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), steps=4)
 ON_GPUS = ParallelSettings(LlamaConfig(4, 512, 1408, heads=8, kv_heads=4, vocab=256, seq=512), lr=1e-3)
-"""What the rows train: sizes for which a row takes seconds."""
+"""Default settings of rows: with these sizes a row takes seconds."""
 
 FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
 OF_ROWS = (
     *("parallelism", "schedule", "precision", "reshard", "fusion"),
     *("optimize_backward_concat", "in_place"),
 )
-"""Settings that a row, or the switch, decides."""
+"""Settings that a row, or the switch, determines."""
 PIPELINES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 SWITCHES = (Switch.flag, Switch.in_place)
-"""What a matrix can switch."""
+"""Switches that a matrix supports."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MatrixRow:
     """One configuration.
 
     Attributes:
-        schedule: of the pipeline; without effect where there is none.
+        schedule: schedule of the pipeline; no effect without one.
     """
 
     parallelism: Parallelism
@@ -63,19 +63,19 @@ class MatrixRow:
 
     @property
     def ways(self) -> tuple[str, str]:
-        """What is beside the precision: such as "pp 2 x tp 2 + SP, 1f1b" and "zero3, wgrad two-pass"."""
+        """The row apart from its precision, such as "pp 2 x tp 2 + SP, 1f1b" and "zero3, wgrad two-pass"."""
         schedule = "" if self.parallelism.pp == 1 else f", {self.schedule}"
         fusion = "" if self.fusion is Fusion.fused else f", wgrad {self.fusion.value}"
         return f"{self.parallelism}{schedule}", f"{self.strategy.value}{fusion}"
 
     @property
     def name(self) -> str:
-        """Such as "pp 2 x tp 2 + SP, 1f1b, bf16, zero3, wgrad two-pass"."""
+        """Name of the row, such as "pp 2 x tp 2 + SP, 1f1b, bf16, zero3, wgrad two-pass"."""
         shared, updated = self.ways
         return f"{shared}, {self.precision.value}, {updated}"
 
     def applied(self, settings: ParallelSettings, switch: Switch, on: bool) -> ParallelSettings:
-        """Completes the settings with what the row and the switch decide.
+        """Completes the settings with those that the row and the switch determine.
 
         Raises:
             ValueError: if the settings do not suit this row.
@@ -92,7 +92,7 @@ class MatrixRow:
         )
 
     def obstacle(self, settings: ParallelSettings, worlds: Sequence[int]) -> str | None:
-        """Why it cannot run on any of these numbers of ranks, if so."""
+        """Reason why the row cannot run on any of these numbers of ranks; None if it can."""
         if self.parallelism.world not in worlds:
             return f"as they need {self.parallelism.world} ranks"
         try:
@@ -103,9 +103,9 @@ class MatrixRow:
 
 
 def all_rows() -> list[MatrixRow]:
-    """The reference for 8 ranks, in bf16 and FP8 and with every schedule, and its halves for 4 and 2 ranks.
+    """Lists the rows for 8 ranks, in bf16 and FP8 and with every schedule, and their halves for 4 and 2.
 
-    Parameters are freed with weight gradients that autograd hands over, and kept with fused ones.
+    Rows that free parameters have unfused weight gradients; rows that keep them have fused ones.
     """
     return [*_rows_for_8(), *_rows_for_4(), *_rows_for_2()]
 
@@ -167,19 +167,19 @@ IN_PLACE = (
     "pp 2 x dp_shard 2 x tp 2 + SP, 1f1b, bf16, zero2",
     "pp 2 x dp_shard 2 x tp 2 + SP, interleaved, fp8-weights, zero3",
 )
-"""Rows that are run wrapped and in place: every precision and schedule, and all that shares ranks; the last
-two on 8."""
+"""Rows for the in-place switch: every precision and schedule, and every way to share; the last two on 8
+ranks."""
 
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """What to run, and on how many ranks.
+    """Rows to run, with their launches.
 
     Attributes:
-        switch: what is off and on in each row.
-        rows: that run; each on the launch with as many ranks.
-        left_out: those that cannot run here, by the reason.
-        settings: what they train, but for the fields that a row decides.
+        switch: the switch that is off and on in each row.
+        rows: rows to run, each on the launch with as many ranks.
+        left_out: rows that cannot run here, by reason.
+        settings: settings of the runs, except those that a row determines.
         self_test: damage one bit of one gradient in the runs with the switch on.
     """
 
@@ -195,11 +195,13 @@ class MatrixPlan:
         """Chooses rows, settings and launches.
 
         Args:
-            ranks: None for torchrun's, or 2 and 4 on a CPU, or as many as there are GPUs for.
-            given: options of `verify` by name, without those that are left to their defaults.
+            device: device of the ranks.
+            ranks: number of ranks; None for torchrun's, or 2 and 4 on a CPU, or as many as there are GPUs
+                for.
+            given: options of `verify` that are given on the command line, by name.
 
         Raises:
-            ValueError: if the options make no sense, or leave no row.
+            ValueError: if the options are invalid, or leave no row.
         """
         launches = _launches(device, ranks)
         settings = _settings(ON_GPUS if launches[0].use_cuda() else ON_CPU, given)
@@ -219,7 +221,7 @@ class MatrixPlan:
         return MatrixPlan(switch, tuple(rows), dict(left_out), settings, launches, "self_test" in given)
 
     def left_out_lines(self) -> list[str]:
-        """One for each reason, with how ranks share the model and how many rows do so."""
+        """One line for each reason, with the ways to share the model and their numbers of rows."""
         counted = {why: Counter(str(row.parallelism) for row in rows) for why, rows in self.left_out.items()}
         return [
             f"Left out, {why}: {', '.join(f'{ranks} ({rows})' for ranks, rows in of_why.items())}."
@@ -252,7 +254,7 @@ def _switch(given: dict[str, Any]) -> Switch:
     """The switch that a matrix compares.
 
     Raises:
-        ValueError: if a matrix cannot switch it, or if there are several.
+        ValueError: if a matrix does not support it, or if there are several.
     """
     switches = set(given.get("switch", [Switch.flag]))
     if len(switches) > 1 or switches - {*SWITCHES}:
@@ -262,7 +264,7 @@ def _switch(given: dict[str, Any]) -> Switch:
 
 
 def _wanted(rows: Iterable[MatrixRow], switch: Switch, given: dict[str, Any]) -> list[MatrixRow]:
-    """Those of the switch, with the given precisions, strategies, fusions, and one of the words of --only."""
+    """Rows of the switch, with the given precisions, strategies, fusions, and words of --only."""
     return [
         row
         for row in rows
@@ -276,12 +278,12 @@ def _wanted(rows: Iterable[MatrixRow], switch: Switch, given: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class MatrixComparison(Compared):
-    """One row that has run."""
+    """Comparison of the runs of one row."""
 
     row: MatrixRow
 
     def described(self) -> dict[str, Any]:
-        """What JSON holds of it."""
+        """The row's entry in JSON."""
         verdicts = {"equal": self.equal, "falling": self.on.falling}
         return {"name": self.row.name, "ranks": self.row.parallelism.world, **asdict(self), **verdicts}
 
@@ -318,13 +320,13 @@ class MatrixReport:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Returns what it has written."""
+        """Writes the report; returns the files."""
         text = folder / "verify-matrix.json"
         text.write_text(self.json() + "\n")
         return [text]
 
     def table(self) -> Table:
-        """One row a configuration; off above on within a cell."""
+        """Table with one row a configuration; off above on within a cell."""
         off, on = self.plan.switch.ends
         result = comparison_table(
             f"Above {off}, below {on}: the same bits?",
@@ -342,7 +344,7 @@ class MatrixReport:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Lines that say where the runs differ, or one that says that they do not."""
+        """Lines that name the differences, or one line that says there are none."""
         if self.equal:
             worlds = " and ".join(str(about["world_size"]) for about in self.environments)
             settings = self.plan.settings
@@ -358,10 +360,11 @@ def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
     """Runs all rows, each on the launch with as many ranks.
 
     Args:
-        out: a folder, where the report is written after every row, so that a run that is stopped leaves one.
+        plan: the rows.
+        out: folder for the report, which is written after every row, so that an interrupted run leaves one.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: as `run_on_ranks`.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: if a rank raised, or died.
     """
     report = MatrixReport([], [], plan)
     for launch in plan.launches:
@@ -371,7 +374,7 @@ def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
 
 
 def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path]) -> MatrixReport:
-    """Adds to the report, and writes to the folder, the rows for this number of ranks.
+    """Runs the rows for this number of ranks, adds them to the report, and writes it to the folder.
 
     Every rank must call it, and all get the same verdicts.
     """

@@ -1,7 +1,7 @@
-"""What the command line needs besides the library: packages that `pip install 'flatfsdp[cli]'` brings.
+"""Packages that the command line needs, which `pip install 'flatfsdp[cli]'` brings.
 
 In:   the name of a package.
-Out:  the end of the program, with what to install, if the package is not there.
+Out:  if the package is missing, the end of the program, with a message that says what to install.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 
 def require(package: str) -> None:
-    """Looks for a package without importing it: before a run of hours rather than behind it.
+    """Checks for a package without importing it, before a long run rather than after it.
 
     Raises:
         SystemExit: if it is not installed.
@@ -20,7 +20,7 @@ def require(package: str) -> None:
 
 
 def end_without(package: str) -> SystemExit:
-    """What ends the program with exit code 1, and says what to install."""
+    """Makes the exception that ends the program with exit code 1 and says what to install."""
     return SystemExit(
         f"the command line needs {package}, which is not installed; run: pip install 'flatfsdp[cli]'"
     )

@@ -1,8 +1,8 @@
-"""`plan`: whether a run fits, what it sends and how long a step takes, before anything is built.
+"""`plan`: predicts whether a run fits, what it sends and how long a step takes, without building anything.
 
-In:   the options of `examples/pretrain_llama.py`, or a model that somebody brings, and a number of GPUs.
+In:   the options of `examples/pretrain_llama.py`, or a user's own model, and a number of GPUs.
 Out:  a report; exit code 1 if it does not fit.
-Next: `plan_report.py` prints it, `plan_model.py` for models that are brought.
+Next: `plan_report.py` prints it; `plan_model.py` does so for a user's own model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def plan(
     preset: options.OfModel = "8b",
     config: options.Config = None,
     layers: Annotated[
-        int | None, typer.Option(help="In place of the preset's; the same for those below.")
+        int | None, typer.Option(help="Layers; this and the sizes below replace the preset's.")
     ] = None,
     hidden: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
     ffn: Annotated[int | None, typer.Option(help="Width of gate and up each.")] = None,
@@ -35,7 +35,7 @@ def plan(
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads (groups).")] = None,
     vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="All of them.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 8,
     batch: options.ReplicaBatch = 1,
     microbatches: options.Microbatches = 1,
     tp: options.TP = 1,
@@ -48,10 +48,10 @@ def plan(
     zero: options.Zero = 3,
     precision: options.OfProducts = PrecisionName.bf16,
     fp8_weights: options.FP8Weights = False,
-    fusion: Annotated[Fusion, typer.Option(help="Of weight gradients into FP32.")] = Fusion.fused,
+    fusion: Annotated[Fusion, typer.Option(help="Fusion of weight gradients into FP32.")] = Fusion.fused,
     search_layouts: Annotated[
         bool,
-        typer.Option("--search", help="Find the fastest layouts that fit; --tp to --zero do not matter."),
+        typer.Option("--search", help="Find the fastest layouts that fit; ignores --tp to --zero."),
     ] = False,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences in a step of all ranks; for --search.")
@@ -77,9 +77,11 @@ def plan(
     machine: Annotated[
         Path | None, typer.Option(help="JSON file with numbers of `flatfsdp.plan.Machine`; default: H200s.")
     ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU; default: 141, an H200.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Memory of a GPU in GB; default: 141, an H200.")
+    ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(min=1, help="NVLink connects them; default: 8.")
+        int | None, typer.Option(min=1, help="GPUs that NVLink connects; default: 8.")
     ] = None,
     link_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s that a GPU sends in its host; default: 330, measured.")

@@ -1,4 +1,4 @@
-"""`plan --model` and `plan --hugging-face`: anybody's model, by `flatfsdp.plan.plan_model`.
+"""`plan --model` and `plan --hugging-face`: plan a user's own model, by `flatfsdp.plan.plan_model`.
 
 In:   the names of two functions, or a configuration of Hugging Face, and options of `plan`.
 Out:  a `ModelPlanReport`.
@@ -38,7 +38,7 @@ def kind_of(given: Collection[str]) -> str | None:
     """The kind of model that the command line names, a key of `OPTIONS`; None for our Llama.
 
     Raises:
-        ValueError: if they name two, half of one, or if one of them does not apply.
+        ValueError: if the options name two kinds, or only half of one, or if one does not apply.
     """
     if "hugging_face" in given:
         kind = "--hugging-face"
@@ -61,7 +61,7 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class ModelJob:
-    """What to plan: attributes as the options of `plan`."""
+    """Job to plan; attributes are named after the options of `plan`."""
 
     gpus: int
     microbatches: int
@@ -71,10 +71,10 @@ class ModelJob:
     machine: Machine
 
     def own(self, model: str, batches: str) -> ModelPlanReport:
-        """Plans what two functions make: one builds the model, one yields the batches of a rank.
+        """Plans the model that one function builds, with the batches that another one yields.
 
         Raises:
-            ValueError: if there is no such function.
+            ValueError: if one of the functions does not exist.
         """
         build, yielded = function_named(model), function_named(batches)
         found = islice(yielded(0, self.gpus), self.microbatches)
@@ -116,7 +116,7 @@ class ModelJob:
 
 @dataclass(frozen=True)
 class ModelPlanReport:
-    """A plan of somebody's model.
+    """Plan of a user's own model.
 
     Attributes:
         about: the model and its batches, in words.
@@ -187,7 +187,7 @@ class ModelPlanReport:
 
 
 def _cells(unit: UnitPlan) -> tuple[str, ...]:
-    """A unit's row; neighbours with equal ones share it."""
+    """Cells of a unit's row; neighbours with equal rows share one."""
     return (
         f"{unit.parameters / 1e6:.1f}",
         *(f"{n / 2**20:.1f}" for n in (unit.between_steps, unit.gathered, unit.saved)),

@@ -1,4 +1,4 @@
-"""What `plan` prints: tables of memory, traffic and time, or of the layouts that it has found."""
+"""Output of `plan`: tables of memory, traffic and time, or of the layouts that it has found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanReport:
     """Plan of one way to run a job.
 
     Attributes:
-        sent: by the rank that sends most.
+        sent: bytes that the busiest rank sends.
     """
 
     job: Job
@@ -134,7 +134,7 @@ def _sizes(job: Job) -> str:
 
 
 def _spread(job: Job) -> str:
-    """Such as "pp 4 x dp_shard 16 x tp 8 + SP, interleaved, ZeRO-3"."""
+    """The layout in words, such as "pp 4 x dp_shard 16 x tp 8 + SP, interleaved, ZeRO-3"."""
     schedule = f", {job.schedule}" if job.ranks.pp > 1 else ""
     zero = f", ZeRO-{3 if job.reshard_after_forward else 2}" if job.ranks.dp_shard > 1 else ""
     return f"{job.ranks}{schedule}{zero}"

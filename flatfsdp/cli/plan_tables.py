@@ -1,4 +1,4 @@
-"""What all plans say of one rank, as tables and for JSON: memory, traffic and time."""
+"""Tables and JSON that all plans share: memory, traffic and time of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flatfsdp.plan.traffic import named
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table; the first column is text, and so is the last of three."""
+    """Makes an empty table; the first column is text, and so is the last of three."""
     found = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for number, column in enumerate(columns):
         is_text = not number or (number == 2 and len(columns) == 3)
@@ -26,7 +26,7 @@ def table(title: str, *columns: str) -> Table:
 
 
 def memory_table(memory: StepMemory, whose: str) -> Table:
-    """Lines of memory, in GiB."""
+    """Makes the table of memory, in GiB."""
     found = table(f"Memory of {whose}, at {memory.moment}", "", "GiB", "")
     for line in memory.static:
         found.add_row(line.name, f"{line.nbytes / GIB:.2f}", line.note or "always")
@@ -39,7 +39,7 @@ def memory_table(memory: StepMemory, whose: str) -> Table:
 
 
 def traffic_table(sent: Sent) -> Table:
-    """Bytes by kind, in GB."""
+    """Makes the table of traffic: bytes by kind, in GB."""
     found = table("Sent by one rank in a step", "", "GB")
     for name, nbytes in named(sent):
         if nbytes:
@@ -49,10 +49,12 @@ def traffic_table(sent: Sent) -> Table:
 
 
 def time_table(time: StepTime, title: str, speed: str = "") -> Table:
-    """Lines of time, in ms.
+    """Makes the table of times, in ms.
 
     Args:
-        speed: what else is said of it, before operations a second.
+        time: times of a step.
+        title: title of the table.
+        speed: text before the number of operations a second.
     """
     found = table(title, "", "ms", "share")
     for name, seconds in time.lines.items():
@@ -64,7 +66,7 @@ def time_table(time: StepTime, title: str, speed: str = "") -> Table:
 
 
 def show_verdict(console: Console, memory: StepMemory, time: StepTime, machine: Machine) -> None:
-    """Prints how much communication is hidden, and whether the memory suffices."""
+    """Prints how much communication is overlapped, and whether the memory suffices."""
     if time.hidden_share is not None:
         console.print(
             f"Communication takes {1e3 * time.communication:.1f} ms, {time.hidden_share:.0%} of it beside "
@@ -82,7 +84,7 @@ def show_verdict(console: Console, memory: StepMemory, time: StepTime, machine: 
 
 
 def figures(memory: StepMemory, sent: Sent, time: StepTime, machine: Machine) -> dict[str, Any]:
-    """All of it for JSON: bytes and seconds by the names of the tables' lines."""
+    """All figures for JSON, in bytes and seconds, by the names of the tables' lines."""
     return {
         "memory": {
             **asdict(memory),

@@ -1,7 +1,7 @@
 """A progress bar for training steps, on stderr, so that stdout stays free for results.
 
 In:   the loss and the speed after each step.
-Out:  one line; without a terminal it is written once, at the end, and so makes a log of the runs.
+Out:  one line; without a terminal it is written once, at the end, as a log of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class StepBar:
-    """Use as a context; `visible=False` (every rank but one) makes all of it do nothing."""
+    """Progress bar, to be used as a context; with `visible=False` (every rank but one) it does nothing."""
 
     def __init__(self, label: str, steps: int, visible: bool) -> None:
         self._progress = Progress(
@@ -36,11 +36,11 @@ class StepBar:
         self._progress.stop()
 
     def advance(self, loss: float, tokens_per_second: float) -> None:
-        """One step done; `tokens_per_second` counts all ranks."""
+        """Shows that one step has ended; `tokens_per_second` counts all ranks."""
         self._progress.update(
             self._task, advance=1, note=f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
         )
 
     def conclude(self, note: str) -> None:
-        """What came of the steps, in place of the last note."""
+        """Replaces the last note by the result of the steps."""
         self._progress.update(self._task, note=note)

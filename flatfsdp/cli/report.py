@@ -1,4 +1,4 @@
-"""What the commands show and leave behind: tables, a JSON file and the loss curves.
+"""Output of the commands: tables, a JSON file and the loss curves.
 
 In:   summaries of runs.
 Out:  tables for the terminal, text, and a PNG.
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 
 def verdict(good: bool, yes: str, no: str) -> Text:
-    """A cell of a table."""
+    """Makes a coloured cell of a table."""
     return Text(yes, style="green") if good else Text(no, style="bold red")
 
 
 def comparison_table(title: str, headings: Sequence[str], verdicts: Sequence[str]) -> Table:
-    """Empty, for one row a comparison of two runs.
+    """Makes an empty table with one row for each comparison of two runs.
 
     Args:
-        headings: up to that of the final loss.
-        verdicts: those of the last columns.
+        title: title of the table.
+        headings: headings up to that of the final loss.
+        verdicts: headings of the last columns.
     """
     result = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
     for heading in headings:
@@ -43,7 +44,7 @@ def comparison_table(title: str, headings: Sequence[str], verdicts: Sequence[str
 
 
 def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, list[str]]) -> list[str | Text]:
-    """Off above on: final loss, time and bytes; then a verdict for each kind of evidence."""
+    """Cells of one comparison, off above on: final loss, time, bytes, then verdicts by kind of evidence."""
     return [
         f"{off.final_loss_hex}\n{on.final_loss_hex}",
         f"{off.ms:.1f}\n{on.ms:.1f}",
@@ -53,12 +54,12 @@ def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, li
 
 
 def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Writes a PNG with one panel for each key of `panels`, holding one curve for each key inside.
+    """Writes a PNG with one panel for each key of `panels`, and one curve for each key inside.
 
-    The first curve of a panel is broad and pale and the second a dark dashed line on top of it, so that
-    both are visible where they are equal.
+    The first curve of a panel is broad and pale, the second a dark dashed line on top of it, so that both are
+    visible where they are equal.
     """
-    # Not with the module: it takes half a second, of every command and every rank.
+    # Imported here, because it takes half a second, in every command and on every rank.
     from matplotlib.figure import Figure
 
     columns = min(2, len(panels))

@@ -1,7 +1,7 @@
-"""`train`: one run of the GPT, its losses as JSON and as a picture.
+"""`train`: trains the GPT once, and writes its losses as JSON and as a picture.
 
 In:   `TrainSettings`.
-Out:  a `TrainReport`, the same on every rank but for the times.
+Out:  a `TrainReport`, the same on every rank except for the times.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
 
 LATER_STEPS = 100.0
-"""Seconds that ranks wait for each other after the first step, in which they read data and compile."""
+"""Seconds that ranks wait for each other after the first step; in that one they read data and compile."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """One finished run."""
+    """Report of a finished run."""
 
     run: RunSummary
     environment: dict[str, Any]

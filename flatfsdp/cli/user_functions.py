@@ -1,4 +1,4 @@
-"""Functions of the user's that commands call: how they are named, and what is done with what they build."""
+"""User's own functions that commands call: finding them by name, and preparing the models they build."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flatfsdp.training.choices import PrecisionName
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" or "path/to/file.py:function" names.
+    """Imports the function named "package.module:function" or "path/to/file.py:function".
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if it does not exist.
     """
     module, _, attribute = name.rpartition(":")
     if not module:
@@ -44,7 +44,7 @@ def function_named(name: str) -> Callable[..., Any]:
 
 
 def with_own_layers(build: Callable[[], nn.Module], precision: PrecisionName) -> nn.Module:
-    """Builds a model; our layers compute its GEMMs if the precision needs them."""
+    """Builds a model, and converts it to our layers if the precision needs them."""
     model = build()
     if not precision.has_own_layers:
         return model
@@ -52,5 +52,5 @@ def with_own_layers(build: Callable[[], nn.Module], precision: PrecisionName) ->
 
 
 def _is_aligned(layer: nn.Module, name: str) -> bool:
-    """Takes small layers, too: nobody asks for speed here."""
+    """Whether FP8 GEMMs support the layer's sizes; includes small layers, as speed does not matter here."""
     return all(size % ALIGNMENT == 0 for size in layer.get_parameter("weight").shape)

@@ -1,4 +1,4 @@
-"""`verify`: trains each configuration with a switch off and on, and compares the bits.
+"""`verify`: trains each configuration with a switch off and on, and compares all bits.
 
 In:   a `VerifyJob`.
 Out:  a `Report` with one `Comparison` a configuration, the same on every rank.
@@ -32,7 +32,7 @@ from flatfsdp.training.gpt import TrainSettings, train
 
 
 class Switch(str, Enum):
-    """What must not change a bit.
+    """Switches, none of which may change a bit.
 
     flag: `optimize_backward_concat`; in_place: the model sharded in place, or wrapped; fusion: weight
     gradients added in the GEMM, or after it, in FP32; cache: FP8 weights cast in the first microbatch
@@ -48,7 +48,7 @@ class Switch(str, Enum):
     replay = "replay"
 
     def settings(self, settings: TrainSettings) -> tuple[TrainSettings, TrainSettings]:
-        """Off and on."""
+        """Returns the settings with the switch off and on."""
         if self is Switch.flag:
             return tuple(replace(settings, optimize_backward_concat=on) for on in (False, True))  # type: ignore[return-value]
         if self is Switch.in_place:
@@ -63,7 +63,7 @@ class Switch(str, Enum):
         return replace(settings, stores_fp8=False), replace(settings, stores_fp8=True)
 
     def applies(self, settings: TrainSettings) -> bool:
-        """Whether it makes a difference to what is run."""
+        """Whether the switch makes a difference to the run."""
         is_stored = settings.precision is PrecisionName.fp8_weights
         if self is Switch.storage:
             return is_stored
@@ -73,7 +73,7 @@ class Switch(str, Enum):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the two runs are called, off and on."""
+        """Names of the two runs, off and on."""
         names = {
             Switch.flag: ("flag off", "flag on"),
             Switch.in_place: ("wrapped", "in place"),
@@ -87,10 +87,11 @@ class Switch(str, Enum):
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """What to train: `settings`, once for each precision, strategy and setting of a switch.
+    """Runs to compare: `settings` with each precision, strategy and setting of a switch.
 
     Attributes:
-        fusions: of the rows that switch the flag, where a precision has FlatFSDP's own layers.
+        fusions: fusions of weight gradients in rows that switch the flag, for precisions with FlatFSDP's
+            layers.
         self_test: damage one bit of one gradient in the runs with the switch on, which `verify` must notice.
     """
 
@@ -102,12 +103,12 @@ class VerifyJob:
     self_test: bool = False
 
     def __post_init__(self) -> None:
-        # Refuses sizes that do not suit one of the precisions.
+        # Refuse sizes that do not suit one of the precisions.
         for switch, settings in self.configurations():
             switch.settings(settings)
 
     def configurations(self) -> list[tuple[Switch, TrainSettings]]:
-        """Every switch with the settings that it applies to."""
+        """Lists every switch with the settings that it applies to."""
         found = []
         for precision in dict.fromkeys(self.precisions):
             for strategy in dict.fromkeys(self.strategies):
@@ -122,10 +123,10 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class Comparison(Compared):
-    """One configuration with one switch off and on.
+    """Comparison of one configuration with one switch off and on.
 
     Attributes:
-        fusion: of weight gradients; empty for plain layers, and where it is what is switched.
+        fusion: fusion of weight gradients; empty for plain layers, and if it is what is switched.
     """
 
     precision: str
@@ -140,13 +141,13 @@ class Comparison(Compared):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the two runs are called."""
+        """Names of the two runs, off and on."""
         return Switch(self.switch).ends
 
 
 @dataclass(frozen=True)
 class Report:
-    """All configurations; `equal` only if every row is."""
+    """Report of all configurations; `equal` only if every row is."""
 
     rows: list[Comparison]
     environment: dict[str, Any]
@@ -178,7 +179,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> list[Path]:
-        """Returns what it has written, the report and a picture of the losses."""
+        """Writes the report and a picture of the losses; returns the files."""
         text, picture = folder / "verify.json", folder / "losses.png"
         text.write_text(self.json() + "\n")
         world, settings = self.environment["world_size"], self.job.settings
@@ -195,7 +196,7 @@ class Report:
         return [text, picture]
 
     def table(self) -> Table:
-        """One row a configuration; off above on within a cell."""
+        """Table with one row a configuration; off above on within a cell."""
         result = comparison_table(
             "One switch off and on: the same bits?",
             ("config", "switch", "final loss"),
@@ -212,7 +213,7 @@ class Report:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Lines that say where the runs differ, or one that says that they do not."""
+        """Lines that name the differences, or one line that says there are none."""
         if self.equal:
             return [
                 f"On equals off, bit for bit, at world size {self.environment['world_size']}: "
@@ -222,7 +223,7 @@ class Report:
 
 
 def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
-    """Runs all of it; every rank must call it, and all get the same verdict."""
+    """Runs all configurations; every rank must call it, and all get the same verdicts."""
     sampler = job.settings.sampler()
     rows = [
         _compare(rank, switch, settings, sampler, job.self_test) for switch, settings in job.configurations()

@@ -1,4 +1,4 @@
-"""`verify --model`: anybody's model with each switch off and on, by `flatfsdp.parity.verify`.
+"""`verify --model`: verifies a user's own model with each switch off and on, by `flatfsdp.parity.verify`.
 
 In:   the names of two functions, and options of `verify`.
 Out:  a `ModelReport`.
@@ -25,13 +25,13 @@ from flatfsdp.training.choices import PrecisionName
 
 @dataclass(frozen=True)
 class ModelVerifyJob:
-    """What to verify.
+    """Model, data and switches to verify.
 
     Attributes:
-        model, batches: "package.module:function" or "path/to/file.py:function"; what they return, see
-            `flatfsdp.parity.verify`.
-        precision: for bf16-fused and FP8, `convert` lets our layers compute the GEMMs.
-        switches: None for all that make a difference.
+        model: "package.module:function" or "path/to/file.py:function"; the function builds the model.
+        batches: the same for the function that yields batches, see `flatfsdp.parity.verify`.
+        precision: precision; for bf16-fused and FP8, `convert` makes our layers compute the GEMMs.
+        switches: switches to compare; None for all that make a difference.
     """
 
     model: str
@@ -51,10 +51,10 @@ WITH_OTHERS = {*OPTIONS, "precision", "switch", "ranks", "device", "out", "json"
 
 
 def model_job(given: dict[str, Any]) -> ModelVerifyJob:
-    """The job that these options of `verify` describe.
+    """Makes the job from these options of `verify`.
 
     Raises:
-        ValueError: if one does not apply to a model of the user's, or a function is not there.
+        ValueError: if an option does not apply to a user's own model, or a function does not exist.
     """
     if {"model", "batches"} - given.keys():
         raise ValueError("--model and --batches go together: one builds the model, one yields batches")
@@ -80,7 +80,7 @@ def model_job(given: dict[str, Any]) -> ModelVerifyJob:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What was found."""
+    """Report of a user's own model."""
 
     parity: Parity
     environment: dict[str, Any]
@@ -99,14 +99,14 @@ class ModelReport:
         return to_json({"equal": self.equal, **about, "rows": rows, "left_out": left_out}, indent=2)
 
     def write(self, folder: Path) -> list[Path]:
-        """Returns what it has written."""
+        """Writes the report; returns the files."""
         folder.mkdir(parents=True, exist_ok=True)
         text = folder / "verify-model.json"
         text.write_text(self.json() + "\n")
         return [text]
 
     def table(self) -> Table:
-        """One row a switch; off above on within a cell."""
+        """Table with one row a switch; off above on within a cell."""
         result = comparison_table(
             f"{self.job.model}, {self.job.precision.value}: the same bits?", ("switch", "final loss"), KINDS
         )
@@ -119,7 +119,7 @@ class ModelReport:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Lines that say where the runs differ, or one that says that they do not."""
+        """Lines that name the differences, or one line that says there are none."""
         if self.equal:
             return [
                 f"On equals off, bit for bit, at world size {self.parity.world_size}: "
@@ -128,12 +128,12 @@ class ModelReport:
         return self.parity.differences()
 
     def left_out_lines(self) -> list[str]:
-        """Switches that make no difference to the model, and why."""
+        """Lines with the switches that make no difference to the model, and the reasons."""
         return [f"Left out: {name}, as {why}." for name, why in self.parity.left_out.items()]
 
 
 def verify_model_on_rank(rank: Rank, job: ModelVerifyJob) -> ModelReport:
-    """Runs all of it; every rank must call it, and all get the same verdict."""
+    """Runs all switches; every rank must call it, and all get the same verdicts."""
     build, batches = function_named(job.model), function_named(job.batches)
     parity = verify(
         partial(with_own_layers, build, job.precision),

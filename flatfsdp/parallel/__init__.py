@@ -1,4 +1,4 @@
-"""Parallelism beside data parallelism."""
+"""Tensor and pipeline parallelism beside data parallelism: meshes, random numbers, stages and clipping."""
 
 from flatfsdp.comm.mesh import ParallelMesh, make_mesh
 from flatfsdp.comm.rng import RNGTracker, seeded

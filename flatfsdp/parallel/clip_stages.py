@@ -1,4 +1,4 @@
-"""The gradient norm of a model in several stages, on one rank and on others."""
+"""Clips gradients by the norm of a whole model, whose stages are on this and other ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def clip_grad_norm_(
 
     Args:
         parts: all stages of this rank, or the FlatFSDP modules in them, each once.
-        pp_group: the ranks of the pipeline, which have the other stages; default: as `FlatStage` has said.
+        max_norm: largest norm afterwards, not negative.
+        pp_group: ranks of the pipeline, which have the other stages; default: the group of the `FlatStage`s.
+        norm_type: order of the norm, positive; `math.inf` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is not finite.
 
     Returns:
         The norm of the whole model before scaling, 0-dim, with the same bits on all ranks.

@@ -1,8 +1,8 @@
-"""A pipeline stage whose parameters are sharded: FlatFSDP under schedules of torch.distributed.pipelining.
+"""`FlatStage`: a sharded pipeline stage, for the schedules of torch.distributed.pipelining.
 
 In:   a part of a model inside FlatFSDP, and its place in the pipeline.
 Out:  a `PipelineStage` for ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B.
-Next: `microbatch.py` holds which backward is the last; `engine/step/unit.py` reduces in it.
+Next: `microbatch.py` knows which backward is the last; `engine/step/unit.py` reduces in it.
 
     the schedule                    when            what happens here
     sets stage_index_to_group_rank  it is made      refuses split backwards
@@ -55,7 +55,7 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class FlatStage(PipelineStage):
-    """One stage of a pipeline, over FlatFSDP.
+    """One stage of a pipeline, sharded by FlatFSDP.
 
         part = auto_wrap(part, by_class(Block), mesh=mesh["dp"], optimize_backward_concat=True)
         stage = FlatStage(part, mesh.get_local_rank("pp"), mesh["pp"].size(), group=mesh.get_group("pp"))
@@ -63,36 +63,37 @@ class FlatStage(PipelineStage):
         schedule.step(tokens)
         optimizer.step()
 
-    Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches
-    parameters are kept or freed as FlatFSDP's `reshard_after_forward` says.  With the schedule's
-    `scale_grads=True` the gradients of a step are divided by its number of microbatches, after their
-    reduction; gradients that were there before the step are added to, and not divided again.
+    Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches,
+    FlatFSDP's `reshard_after_forward` decides whether parameters are kept or freed.  With the schedule's
+    `scale_grads=True`, a step's gradients are divided by its number of microbatches after their reduction.
+    Gradients from before the step are added to, and not divided again.
 
-    Evaluate by `schedule.eval`, before the first step or between steps, inside torch.no_grad(): it spares the
-    activations, and leaves delayed FP8 scales where they are.
+    Evaluate with `schedule.eval`, before the first step or between steps, inside torch.no_grad(): that saves
+    the activations, and leaves delayed FP8 scales unchanged.
 
-    After an exception inside a step, `optimizer.zero_grad()` and the next step is clean on this rank.  Others
-    may still wait for what this rank did not send; then all have to leave and to start again.
+    After an exception inside a step and `optimizer.zero_grad()`, the next step is clean on this rank.  Other
+    ranks may still wait for data that this rank did not send; then all of them must exit and start again.
 
     Args:
-        submodule: a FlatFSDP module, or a module whose trained parameters are all inside such.  Wrap each
-            stage by itself, over the ranks that have the same stage.
-        stage_index: of this stage, from 0.
-        num_stages: of all ranks together.
-        device: where activations are received; default: that of `submodule`.
-        input_args: tensors of the shapes and dtypes of one microbatch's inputs, on any device.  Together with
-            `output_args` they spare the schedule running the module once to find out.
-        output_args: of what the module returns.
-        group: the ranks of the pipeline; default: all.
-        cache_fp8_weights: tell `submodule`, by `is_first_microbatch`, whether a forward is the first of a
-            step, so that its layers cast FP8 weights once a step and keep them.
+        submodule: a FlatFSDP module, or a module whose trained parameters are all inside FlatFSDP modules.
+            Wrap each stage separately, over the ranks that have the same stage.
+        stage_index: index of this stage, from 0.
+        num_stages: number of stages on all ranks together.
+        device: device on which activations are received; default: that of `submodule`.
+        input_args: tensors with the shapes and dtypes of one microbatch's inputs, on any device.  With them
+            and `output_args`, the schedule need not run the module once to find out.
+        output_args: tensors with the shapes and dtypes of the module's outputs.
+        group: ranks of the pipeline; default: all.
+        cache_fp8_weights: pass `is_first_microbatch` to `submodule`, so that its layers cast FP8 weights once
+            a step and keep them.
 
     Attributes:
-        ends: what the stage takes and gives, in words, if that was said.
+        ends: description of the stage's inputs and outputs, if they were given.
 
     Raises:
         ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
-            parameter that is in none, whose gradient nobody would reduce; for only one of `input_args` and
+            parameter outside of FlatFSDP, whose gradient nothing would reduce; for only one of `input_args`
+            and
             `output_args`; for a stage that belongs on another rank of `group`; if ranks of the same stage
             have built different modules.
         RuntimeError: in a step, on all ranks of `group`, if they have different schedules, numbers of
@@ -151,7 +152,7 @@ class FlatStage(PipelineStage):
         self._known_schedule: weakref.ref[Schedule] | None = None
 
     def _check_place(self) -> None:
-        """Checks where the stage is in the pipeline.
+        """Checks the stage's place in the pipeline.
 
         Raises:
             ValueError: if the stage belongs on another rank, whether stages go round and round over the ranks
@@ -172,10 +173,10 @@ class FlatStage(PipelineStage):
 
     @stage_index_to_group_rank.setter
     def stage_index_to_group_rank(self, rank_of_stage: dict[int, int]) -> None:
-        """A schedule with several stages a rank sets it in its constructor, when it knows all its actions.
+        """Refuses split backwards; a schedule with several stages a rank sets this in its constructor.
 
         Raises:
-            NotImplementedError: if it splits backwards.
+            NotImplementedError: if the schedule splits backwards.
         """
         schedule = _calling_schedule()
         if schedule is not None:
@@ -185,13 +186,13 @@ class FlatStage(PipelineStage):
     # ---- one step ---------------------------------------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
-        """A schedule's step begins, and nothing has been sent yet.
+        """Begins a schedule's step, before anything is sent.
 
         Raises:
             NotImplementedError: if the schedule splits backwards.
             ValueError: if the step runs in an `fp8.autocast` over several stages, or forwards of the step
                 before had such regions.
-            All ranks see the same schedule and region.
+            All ranks raise alike, as they see the same schedule and region.
         """
         self._stage_ranks.raise_postponed()
         with inside_stage(self._stage_ranks):
@@ -208,21 +209,21 @@ class FlatStage(PipelineStage):
         super().clear_runtime_states()
 
     def _meet(self, schedule: Schedule) -> None:
-        """Checks a schedule that is new here, and clears what a step of it that failed has left."""
+        """Checks a new schedule, and clears the remains of its failed step."""
         if self._known_schedule is None or self._known_schedule() is not schedule:
             _refuse_splits(schedule)
             if self.stage_index < self.group_size:
                 self._compare(schedule)
             self._known_schedule = weakref.ref(schedule)
-        # Losses of a failed step would be taken for those of the next.
+        # Losses of a failed step would be taken for those of the next one.
         for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
             getattr(schedule, name, []).clear()
 
     def _compare(self, schedule: Schedule) -> None:
-        """Compares a schedule, and what neighbouring stages exchange.  Collective over the pipeline's ranks.
+        """Compares schedules, and what neighbouring stages exchange.  Collective over the pipeline's ranks.
 
         Raises:
-            RuntimeError: on all of them, if ranks have made different schedules or pipelines.
+            RuntimeError: on all of them, if ranks have different schedules or pipelines.
         """
         lines = [
             f"a {type(schedule).__name__}",
@@ -244,7 +245,7 @@ class FlatStage(PipelineStage):
                 )
 
     def _begin_step_together(self) -> None:
-        """Ranks that skip a step, or begin one too many, raise; once a rank."""
+        """Checks, once a rank, that no rank skips a step or begins one too many."""
         if self.stage_index < self.group_size:
             with launch_on_host(self._pipeline, self._step, self.device):
                 self._steps += 1
@@ -254,11 +255,11 @@ class FlatStage(PipelineStage):
         return Identity.counting(Action.SCHEDULE, self._steps, self._identity)
 
     def explained_step(self) -> AbstractContextManager[None]:
-        """A step of the schedule inside, which fails because of another rank, says which one with gloo."""
+        """Context for a step; with gloo, a failure caused by another rank names that rank."""
         return explained(self._pipeline, self._step, self.device)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one microbatch."""
+        """Runs the forward of one microbatch."""
         self._is_under_way = self.has_backward
         with (
             self._microbatch(is_first=fwd_chunk_id == 0, is_last=True),
@@ -279,10 +280,10 @@ class FlatStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Backward of one microbatch; gradients are reduced inside the last one's.
+        """Runs the backward of one microbatch; the last one reduces gradients.
 
         Raises:
-            NotImplementedError: for a backward of the inputs alone.
+            NotImplementedError: for a backward with respect to the inputs alone.
         """
         if not self.has_backward:
             return
@@ -301,7 +302,7 @@ class FlatStage(PipelineStage):
 
     @contextmanager
     def _microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """Inside, one microbatch of a step; outside, each backward is a step of its own."""
+        """Context of one microbatch of a step; outside, each backward is a step of its own."""
         states = [root.microbatch for root in self._roots]
         for state in states:
             state.is_first, state.is_last = is_first, is_last
@@ -314,7 +315,7 @@ class FlatStage(PipelineStage):
     # ---- the scale of the gradients ---------------------------------------------------------------------
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The schedule has run all backwards of the stage; they are reduced already, and only scaled here.
+        """Scales the gradients, already reduced, after the schedule has run all backwards of the stage.
 
         Raises:
             ValueError: if forwards had an `fp8.autocast` over several stages.
@@ -326,9 +327,9 @@ class FlatStage(PipelineStage):
             self._stage_ranks.raise_postponed()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divides the reduced gradients of the step that has ended; nothing if that has been done.
+        """Divides the reduced gradients of the step that has ended, unless that has been done.
 
-        They are this rank's shards, in the master's gradient: `main_grad` has been handed over by now.
+        These are this rank's shards, in the master's gradient, as `main_grad` has been handed over by now.
         """
         if self._earlier is None:
             return
@@ -345,10 +346,10 @@ class FlatStage(PipelineStage):
     # ---- shapes: how torch 2.13 finds out what stages exchange ------------------------------------------
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
-        """Tensors like what the module returns, with `requires_grad` but without a graph.
+        """Makes tensors like the module's outputs, with `requires_grad` but without a graph.
 
-        Received inputs are zeros: what has not been received is arbitrary memory.  As for torch 2.11, this is
-        a run without gradients, which records no amax for FP8 and waits for no backward.
+        Received inputs are zeros, because buffers that were not filled hold arbitrary values.  As for torch
+        2.11, this is a run without gradients, which records no amax for FP8 and waits for no backward.
         """
         has_gradients = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*args, *module.parameters())
@@ -366,16 +367,17 @@ class FlatStage(PipelineStage):
     def _compute_input_grads(
         self, outputs: Sequence[Tensor], all_fwd_inputs: Sequence[Tensor], grad_outputs: Any = None
     ) -> tuple[None, ...]:
-        """None for each input, which stands for a gradient like the input.
+        """Returns None for each input, which stands for a gradient like the input.
 
-        A backward would reduce, on all ranks, gradients of a microbatch that never was.
+        A real backward would reduce, on all ranks, gradients of a microbatch that does not exist.
         """
         return (None,) * len(all_fwd_inputs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """The first step with a backward begins.
+        """Prepares the first step with a backward.
 
-        What torch 2.11 receives activations in gets no gradient if an evaluation came first; 2.13 asks again.
+        In torch 2.11, buffers for received activations get no gradient if an evaluation came first; 2.13
+        makes new ones.
         """
         prepared = super()._prepare_backward_infra(*args, **kwargs)
         received = (getattr(info, "buffer", None) for infos in self.args_recv_info.values() for info in infos)
@@ -386,12 +388,12 @@ class FlatStage(PipelineStage):
 
 
 class _EarlierGrads:
-    """Gradients from before a step, taken away so that its scale does not reach them."""
+    """Gradients from before a step, set aside so that its scaling does not reach them."""
 
     def __init__(self, groups: Iterable[FlatGroup]) -> None:
         self._taken: list[tuple[nn.Parameter, Attribute[Tensor | None], Tensor]] = []
         for group in groups:
-            # Nobody else is to take it for a zero_grad().
+            # So that this is not taken for a zero_grad() later.
             group.drop_if_zeroed()
             place = group.master.grad_attribute
             for portion in group.master.portions:
@@ -402,25 +404,25 @@ class _EarlierGrads:
             group.watch_unreduced()
 
     def put_back(self) -> None:
-        """Adds the step's gradients to them."""
+        """Adds the step's gradients to the earlier ones."""
         for parameter, place, earlier in self._taken:
             new = reduced_grad(parameter, place)
             place.leave(parameter, earlier if new is None else earlier.add_(new))
 
 
 def _exchanged(like: Tensors | None) -> Tensors | None:
-    """What stages exchange has a gradient, if it is floating-point; torch 2.13 asks the example for that."""
+    """Makes floating-point examples require gradients, which torch 2.13 looks for."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), like)
 
 
 def _described(tensors: Tensors | None) -> str:
-    """Shapes and dtypes; empty if they are not known."""
+    """Describes shapes and dtypes; empty if they are not known."""
     parts = [tensors] if isinstance(tensors, Tensor) else tensors or []
     return ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
 
 
 def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> StageRanks:
-    """Whom FP8 regions in the stage share scales with."""
+    """The ranks that FP8 regions in the stage share scales with."""
     ranks = dist.get_process_group_ranks(pipeline)
     others = frozenset(ranks) - {dist.get_rank()}
 
@@ -432,7 +434,7 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
 
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
-    """The units in `module` that are in no other, each once."""
+    """Units in `module` that are in no other unit, each once."""
     units = dict.fromkeys(wrapped for _, wrapped in units_in(module))
     if not units:
         raise ValueError(
@@ -450,7 +452,7 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
 
 
 def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
-    """Makes `wrapped` the root of what is inside it.  Collective over the ranks that have the same stage."""
+    """Makes `wrapped` the root of the units inside.  Collective over the ranks that have the same stage."""
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state.unit:
         raise ValueError(
@@ -461,7 +463,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
 
 
 def _calling_schedule() -> Schedule | None:
-    """The schedule whose step runs; schedules do not tell their stages."""
+    """Finds the schedule whose step is running, because schedules do not tell their stages."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -472,10 +474,10 @@ def _calling_schedule() -> Schedule | None:
 
 
 def _refuse_splits(schedule: Schedule) -> None:
-    """Checks that a schedule runs whole backwards.
+    """Checks that a schedule does not split backwards.
 
     Raises:
-        NotImplementedError: if some rank has a backward for inputs and one for weights in `schedule`.
+        NotImplementedError: if some rank has separate backwards for inputs and for weights in `schedule`.
     """
     orders = (getattr(schedule, name, None) for name in ("pipeline_order", "pipeline_order_with_comms"))
     actions = (
