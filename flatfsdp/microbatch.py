@@ -66,7 +66,7 @@ class Microbatch:
         self._loop_step = self.step
 
     def end_loop(self, loop: object) -> None:
-        """Returns to one microbatch a step, unless a later loop has begun: loops may end late, after errors."""
+        """Returns to one microbatch a step, unless a later loop has begun: a failed loop may end late."""
         if self._loop is loop:
             self.is_first = self.is_last = True
             self._leave_loop()
