@@ -60,7 +60,7 @@ def trained(net: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def assert_equal(ours: Grads, expected: Grads) -> None:
-    """Same names, same bits."""
+    """Checks that both have the same names and the same bits."""
     assert ours.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(ours[name], expected[name])]
     assert not different
@@ -97,7 +97,7 @@ def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
 
 
 def average(net: nn.Module) -> None:
-    """What data parallelism does to a plain model's gradients."""
+    """Averages a plain model's gradients over ranks, as data parallelism does."""
     for parameter in net.parameters():
         if parameter.grad is not None and dist.get_world_size() > 1:
             dist.all_reduce(parameter.grad)

@@ -1,4 +1,4 @@
-"""A model that is sharded in either of the two ways: wrapped, or in place."""
+"""Shards a model in either of the two forms: wrapped, or in place."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def optimizer_is_loaded(
     state: State,
     full: dict[str, Any],
 ) -> State:
-    """The two last steps from the checkpoint."""
+    """Trains the last two steps from the checkpoint."""
     where = torch.device(device)
     torch.manual_seed(2)
     model: Any = build(names_of(library), where, {})

@@ -31,7 +31,7 @@ class Foreign(nn.Module):
 
 
 class Owner(Foreign, MatmulLayer):
-    """The same once it is an owner of two maps."""
+    """The same model once it owns two maps."""
 
     linear_maps = ("up_weight", "down_weight")
 
@@ -48,7 +48,7 @@ class Owner(Foreign, MatmulLayer):
 
 
 def owner(width: int = WIDTH, ffn: int = FFN, **options: Any) -> Owner:
-    """One that was constructed as something else."""
+    """Makes an owner that was constructed as another class."""
     torch.manual_seed(0)
     module: Any = trained(Foreign(width, ffn))
     module.__class__ = Owner
@@ -101,7 +101,7 @@ def two_calls(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def claimed(weight: Tensor) -> Tensor:
-    """Its main_grad, as FlatFSDP's parameters have it; zeros, in which nothing has landed."""
+    """Gives a weight the main_grad of FlatFSDP's parameters: zeros, in which nothing has landed."""
     buffer = torch.zeros(weight.shape, device=weight.device)
     written: list[bool] = []
 

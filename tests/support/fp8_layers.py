@@ -40,7 +40,7 @@ def batch(scale: float = 1.0) -> Tensor:
 
 
 class Block(nn.Module):
-    """Every layer with FP8 products, and a residual connection."""
+    """Every layer with FP8 GEMMs, and a residual connection."""
 
     def __init__(self, **mlp: Any) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also where both are NaN."""
+    """Whether all bits are equal, also those of NaNs."""
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 

@@ -10,7 +10,7 @@ from tests.support import plain_layers as plain
 
 
 def trained(layer: nn.Module) -> nn.Module:
-    """With random parameters, of a size that keeps results of order 1."""
+    """Gives a layer random parameters, of a size that keeps results of order 1."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.normal_(0.0, 1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)

@@ -25,7 +25,7 @@ EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 def error(ours: Tensor, expected: Tensor) -> float:
-    """Relative, in the Frobenius norm; absolute where the expected values are 0 but for rounding."""
+    """Relative error in the Frobenius norm; absolute if expected values are 0 except for rounding."""
     assert ours.shape == expected.shape
     assert ours.isfinite().all()
     ones, scale = max(1, expected.numel()) ** 0.5, expected.double().norm().item()
@@ -42,7 +42,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def trained(layer: nn.Module) -> nn.Module:
-    """With random parameters, also where they start as zeros or ones."""
+    """Gives a layer random parameters, even if it starts with zeros or ones."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()

@@ -68,7 +68,7 @@ def run_program(
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Environment that torchrun gives a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}

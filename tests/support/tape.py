@@ -35,7 +35,7 @@ EMPTY = {
 
 
 class TapeGraph(TorchDispatchMode):
-    """What was called while it was the current mode."""
+    """Mode that records the operators called while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TapeGraph(TorchDispatchMode):
         self._calls.append(function)
 
     def replay(self) -> None:
-        """Runs everything again, but for the first time."""
+        """Runs everything again, except the first time."""
         if not self._has_run:
             with torch.no_grad():
                 for call in self._calls:
@@ -69,12 +69,12 @@ class TapeGraph(TorchDispatchMode):
         self._has_run = False
 
     def reset(self) -> None:
-        """Frees nothing: tensors go with the tape."""
+        """Does nothing: tensors are freed with the tape."""
         self._calls.clear()
 
 
 class TapeGraphs:
-    """In place of `flatfsdp.engine.replay.graphs.Graphs`."""
+    """Stands in for `flatfsdp.engine.replay.graphs.Graphs`."""
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ def _aliases(tree: Any) -> Any:
 
 
 def _alias(value: Any) -> Any:
-    """The same memory: a parameter's is another one when its unit is freed."""
+    """Tensor in the same memory: a parameter's becomes another one when its unit is freed."""
     if not isinstance(value, Tensor):
         return value
     _aliases_of[value.untyped_storage()._cdata] += 1
@@ -154,7 +154,7 @@ def _uses_of_memory(tensor: Tensor) -> int:
 
 @contextmanager
 def taped() -> Iterator[None]:
-    """Inside, `flatfsdp.replayed` replays on the CPU."""
+    """Context in which `flatfsdp.replayed` replays on the CPU."""
     with (
         mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
         mock.patch("flatfsdp.engine.storage.group.uses_of_memory", _uses_of_memory),

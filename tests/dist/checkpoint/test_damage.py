@@ -69,7 +69,7 @@ def test_without_verification_lengths_count_all_the_same(rank: int, tmp_path: Pa
 
 @on_ranks(2)
 def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp_path: Path) -> None:
-    """It has no digests, but lengths; also where a checkpoint of ours was before."""
+    """A foreign checkpoint has no digests, but lengths; also if it replaced a checkpoint of ours."""
     run = saved(tmp_path)
     run.train()
     before = run.digest()
@@ -91,7 +91,7 @@ def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp
 
 
 def fails(on: bool, place: str, error: Exception) -> AbstractContextManager[object]:
-    """Inside, a place in `flatfsdp.checkpoint` raises, on some ranks."""
+    """Context in which a function of `flatfsdp.checkpoint` raises on some ranks."""
     return mock.patch(f"flatfsdp.checkpoint.{place}", side_effect=error) if on else nullcontext()
 
 
@@ -120,7 +120,7 @@ PLACES = ["loading.torch.zeros_like", "optimizer_state._check_fit", "loading.ado
 @pytest.mark.parametrize("place", [*PLACES, "opening.torch.load"])
 @on_ranks(2)
 def test_what_fails_on_one_rank_is_raised_on_all(rank: int, place: str, tmp_path: Path) -> None:
-    """Such as memory that is short there: the others do not wait."""
+    """An error on one rank, such as a lack of memory, does not leave the others waiting."""
     run = saved(tmp_path)
     with (
         fails(rank == 1, place, MemoryError("no room")),

@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers survives `save` and `load`; nothing of it is executed."""
+"""Extra state of modules survives `save` and `load`; nothing of it is executed."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_resume_with_another_history_length(kind: str, length: int, tmp_path: Pa
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_checkpoint_without_fp8_state(rank: int, kind: str, tmp_path: Path) -> None:
-    """A checkpoint from before FP8 into a model that has run with it, and the other way round."""
+    """Loads a checkpoint from before FP8 into a model that has run with it, and the other way round."""
     before, model = build(seed=9), build()
     before(batch(rank))
     train(model, rank)
@@ -105,7 +105,7 @@ def test_another_number_of_ranks_reads_what_two_have_written(tmp_path: Path) -> 
 
 @on_ranks(2)
 def test_plain_and_wrapped_models_read_each_other(rank: int) -> None:
-    """The plain model, and back into another wrapped one."""
+    """Loads into the plain model, and back into another wrapped one."""
     model = build()
     train(model, rank)
     plain, again = seeded(Stack, seed=9), build(seed=8)

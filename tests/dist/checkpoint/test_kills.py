@@ -9,7 +9,7 @@ from tests.support.faults.kills import ALL, Kill, Kills, random_kills
 
 @pytest.mark.parametrize("way", ["plain", "async", "fabric"])
 def test_the_old_or_the_new_is_there_whatever_the_moment(way: str) -> None:
-    """Killed around the commit, where the outcome changes, and at moments all over the save."""
+    """Kills saves around the commit, where the outcome changes, and at moments all over the save."""
     if way == "fabric":
         pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
     with Kills() as kills:
@@ -27,7 +27,7 @@ def test_the_old_or_the_new_is_there_whatever_the_moment(way: str) -> None:
 
 
 def test_a_run_keeps_a_checkpoint_while_older_ones_are_removed() -> None:
-    """The first is removed after the second is complete: killed in between, and within."""
+    """The first checkpoint is removed after the second is complete: killed in between, and within."""
     with Kills() as kills:
         plan = Kill("manager", True, ALL, 0)
         events, digests = kills.operations(plan)
@@ -40,7 +40,7 @@ def test_a_run_keeps_a_checkpoint_while_older_ones_are_removed() -> None:
 
 
 def test_tidying_may_be_stopped() -> None:
-    """What is tidied is a damaged checkpoint, and what a save and a removal have left."""
+    """Tidying handles a damaged checkpoint and the rests of a save and a removal."""
     with Kills() as kills:
         plan = Kill("resume", True, ALL, 0)
         events, digests = kills.operations(plan)

@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 
 
 class Attack:
-    """Makes a folder where it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -124,7 +124,7 @@ def test_files_outside_of_the_folder(rank: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [os.system, eval, getattr, torch.load, pickle.loads, io.open, Path.unlink])
 def test_callables_are_refused(value: Any) -> None:
-    """Also as an argument: `getattr` in metadata reads members of enumerations, and nothing else."""
+    """`getattr` in metadata reads members of enumerations and nothing else, even as an argument."""
     with pytest.raises(pickle.UnpicklingError, match=r"asks for|is not the metadata|holds"):
         unpickled_metadata(pickle.dumps(value))
     with pytest.raises(pickle.UnpicklingError):
@@ -132,7 +132,7 @@ def test_callables_are_refused(value: Any) -> None:
 
 
 class _Got:
-    """Pickled as an attribute of something."""
+    """An object that is pickled as an attribute of something."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

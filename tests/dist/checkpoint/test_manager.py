@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a run goes on from the newest checkpoint that is whole, and no NaN takes its place."""
+"""`CheckpointManager`: a run resumes from the newest whole checkpoint, and no NaN replaces it."""
 
 from __future__ import annotations
 

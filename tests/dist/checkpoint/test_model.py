@@ -41,7 +41,7 @@ def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
 
 
 def load(rank: int, world_size: int, folder: str, grouped: bool, form: str) -> bool:
-    """Whether a fresh model and optimizer, after loading, say what the saved ones said."""
+    """Whether a fresh model and optimizer, after loading, equal the saved ones."""
     model = wrapped(1)
     optimizer = adamw(model, grouped)
     saved = load_form(form, folder, model, optimizer, rank)
@@ -57,7 +57,7 @@ def test_saved_by_four_ranks_loaded_by_one_two_three(tmp_path: Path, grouped: bo
 
 
 def test_a_sharded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
-    """Read without FlatFSDP, it has whole tensors under the plain model's names."""
+    """The checkpoint, read without FlatFSDP, has whole tensors under the plain model's names."""
     run_ranks(4, save, str(tmp_path), False)
     dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
@@ -226,7 +226,7 @@ def test_sharded_checkpoints_of_hybrid_sharding(world_size: int, tmp_path: Path,
 
 @on_ranks(2)
 def test_experts_are_not_lost_silently(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A unit that each rank has to itself would overwrite the other rank's in a common checkpoint."""
+    """A unit on one rank alone would overwrite the other rank's in a common checkpoint."""
     folder = str(tmp_path)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     expert = FlatFSDP(nn.Linear(4, 4), alone)

@@ -118,7 +118,7 @@ def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
-    """A layer that was frozen joins, as a group of its own; the others go on with their state."""
+    """A layer that was frozen joins as a group of its own; the others keep their state."""
     folder = str(tmp_path)
     model = wrapped(0)
     optimizer = adamw(model, False)

@@ -1,4 +1,4 @@
-"""A save is there whole or not at all, also where storage refuses; what is in it, and who can read it."""
+"""A save is complete or absent, even if storage fails; its contents, and their readers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_could_not_be_loaded_is_not_saved(rank: int, tmp_path: Path) -> Non
 
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
-    """The system refuses longer ones, as a disk that is full does."""
+    """Context in which the system refuses longer files, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     yield
@@ -109,7 +109,7 @@ def test_storage_that_refuses_on_one_rank(rank: int, full: int, tmp_path: Path) 
 
 @on_ranks(2)
 def test_a_refused_save_leaves_the_one_before_alone(tmp_path: Path) -> None:
-    """By the same Writer, which has written that one, too."""
+    """Saves with the same Writer, which has written the old checkpoint, too."""
     run, writer = Run(), Writer(tmp_path)
     dcp.save(checkpoint.sharded_training_state(run.model), storage_writer=writer)
     before = files_of(tmp_path)

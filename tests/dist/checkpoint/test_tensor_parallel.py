@@ -30,7 +30,7 @@ def model_and_optimizer(
 
 
 def full_state(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's by name; the order of parameters is that of flat groups."""
+    """The optimizer's state by name; parameters are in the order of flat groups."""
     state = checkpoint.full_optimizer_state_dict(model, optimizer)
     return {
         "model": dict(checkpoint.full_state_dict(model)),
@@ -134,7 +134,7 @@ def test_misfits_are_named_on_every_rank() -> None:
 
 
 class Stage(nn.Module):
-    """Blocks of a model of four, by their number in it."""
+    """Some blocks of a model of four, under their numbers in it."""
 
     def __init__(self, numbers: list[int], named: bool = True) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Stage(nn.Module):
 def stages(
     parts: list[list[int]], shift: float, **options: Any
 ) -> tuple[list[FlatFSDP], torch.optim.Optimizer]:
-    """After one step of each of this rank's stages, alone; the parameters are moved by `shift`."""
+    """Trains each of this rank's stages, alone, for one step, with parameters moved by `shift`."""
     models = [
         flatfsdp.auto_wrap(Stage(part), flatfsdp.by_class(Block), optimize_backward_concat=True, **options)
         for part in parts
@@ -170,7 +170,7 @@ def stages(
 
 
 def states(models: list[FlatFSDP], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By parameter name: its value and what the optimizer keeps."""
+    """Value and optimizer state of each parameter, by name."""
     values = {k: v for model in models for k, v in checkpoint.full_state_dict(model).items()}
     kept = checkpoint.full_optimizer_state_dict(models, optimizer)["state"]
     return {name: {"value": value, **kept[name]} for name, value in values.items()}

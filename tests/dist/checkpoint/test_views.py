@@ -67,7 +67,7 @@ def transfer(
 @pytest.mark.parametrize("form", ["full", "of rank 0", "sharded"])
 @on_ranks(2)
 def test_training_goes_on_in_the_other_form(rank: int, tmp_path: Path, kind: str, form: str) -> None:
-    """Three steps; the state to one of the same form and to one of the other; two more of all of them."""
+    """Trains three steps, loads the state into both forms of optimizer, and trains all of them two more."""
     for in_place in (True, False):
         source = made(kind, in_place)
         train(*source, rank, range(3))
@@ -111,7 +111,7 @@ def loaded(rank: int, world_size: int, folder: str, kind: str, in_place: bool) -
 
 @EACH
 def test_saved_by_three_ranks_loaded_by_one_and_two(tmp_path: Path, kind: str) -> None:
-    """The ranks compute the same, so that their number changes nothing."""
+    """The ranks compute the same, so their number changes nothing."""
     run_ranks(3, saved, str(tmp_path), kind)
     results = [
         result

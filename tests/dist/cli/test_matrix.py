@@ -1,4 +1,4 @@
-"""`python -m flatfsdp verify --matrix`: which rows run, what they compare, and what is noticed."""
+"""`python -m flatfsdp verify --matrix`: the rows that run, what they compare, and what they detect."""
 
 from __future__ import annotations
 

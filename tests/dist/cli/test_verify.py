@@ -108,7 +108,7 @@ def test_in_place_equals_wrapped(tmp_path: Path) -> None:
 
 
 def test_one_damaged_bit_in_place_is_noticed(tmp_path: Path) -> None:
-    """So the names of both forms are those of the same evidence."""
+    """Both forms give the same evidence under the same names."""
     options = ("--switch", "in-place", "--precision", "fp32", "--strategy", "zero3")
     done = verify(tmp_path, "--steps", "2", "--self-test", *options)
     assert done.returncode == 1
@@ -163,7 +163,7 @@ def test_senseless_options_are_explained(
 
 
 def test_replays_are_refused_without_gpus(tmp_path: Path) -> None:
-    """Both runs would be eager, and equal without a proof."""
+    """Both runs would be eager, so their equality would prove nothing."""
     out = tmp_path / "out"
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     result = runner.invoke(app, ["verify", "--device", "cpu", "--switch", "replay", "--out", str(out)])

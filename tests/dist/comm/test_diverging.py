@@ -1,7 +1,7 @@
-"""Ranks that do not do the same: what comes out is right, or every rank says so; never a mix of two layers.
+"""Ranks that diverge: the result is right, or every rank raises; never a mix of two layers.
 
 One rank may run units in another order, leave one out, or gather parameters that nobody else asks for.
-Collectives of different units pair up then without a word, wherever the units are equally large.
+Collectives of different units of equal size would then pair up unnoticed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKWARDS = (2, 1, 0)
 
 
 def run_apart(ranks: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-    """On ranks of its own: what a case leaves under way would meet the collectives of the next."""
+    """Runs a case on ranks of its own, as its leftovers would meet the collectives of the next case."""
     try:
         return run_ranks(ranks, case, *args, patience=PATIENCE)
     finally:
@@ -37,7 +37,7 @@ def run_apart(ranks: int, case: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def reports_of(plan: Plan) -> list[Report]:
-    """Whose numbers are right as far as they go."""
+    """A case whose numbers are right as far as they go."""
     reports: list[Report] = run_apart(plan.ranks, check_on_rank, plan)
     wrong = [report.wrong for report in reports if report.wrong]
     assert not wrong, wrong
@@ -131,7 +131,7 @@ def test_a_mismatch_leaves_the_process_group_in_step() -> None:
 @ZEROS
 @pytest.mark.parametrize("what", ["evaluates", "state dict", "summons parameters"])
 def test_what_one_rank_does_before_the_training_raises_on_every_rank(what: What, reshard: bool) -> None:
-    """Gathers of different kinds, or of different units, of one size."""
+    """Gathers of different kinds, or of different units of one size, meet."""
     plan = Plan(2, EQUAL, Divergence(what, rank=1), start="nothing", reshard_after_forward=reshard)
     for report in reports_of(plan):
         assert_named(report.error)
@@ -208,7 +208,7 @@ def test_a_block_may_return_what_contains_its_input(rank: int, world_size: int, 
 
 
 def test_a_mismatch_in_one_row_of_a_hybrid_mesh_ends_the_other_row() -> None:
-    """Whose ranks are told, or wait for the missing ones no longer than their time limit."""
+    """A case whose ranks are told, or wait for the missing ones no longer than their time limit."""
     divergence = Divergence("another order", BACKWARDS, rank=3)
     reports = reports_of(Plan(4, EQUAL, divergence, sharding="hybrid"))
     for report in reports[2:]:

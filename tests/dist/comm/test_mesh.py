@@ -1,4 +1,4 @@
-"""Groups of a mesh communicate with whom they should."""
+"""Groups of a mesh have the right members."""
 
 from __future__ import annotations
 

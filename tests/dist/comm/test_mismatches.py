@@ -1,4 +1,4 @@
-"""Two ranks that differ in one of 51 ways: both are told, in words that name them, or all is right."""
+"""Two ranks that differ in one of 51 ways: both get an error that names them, or the result is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups end when they are destroyed, whoever still has a model or a layer that used them."""
+"""Process groups end when they are destroyed, even if a model or a layer that used them is alive."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it(rank: i
 
 @on_ranks(2)
 def test_groups_that_are_made_and_destroyed_leave_nothing_behind(world_size: int) -> None:
-    """A model has a second communicator beside each of its groups, which nobody else knows."""
+    """A model has a second communicator beside each of its groups, which its user does not know."""
 
     def threads_and_files() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
@@ -75,7 +75,7 @@ def test_groups_that_are_made_and_destroyed_leave_nothing_behind(world_size: int
 
 @on_ranks(4)
 def test_ranks_that_are_in_unequally_many_groups(rank: int, world_size: int) -> None:
-    """Ranks that called a new group by how many they are in would wait for each other in vain."""
+    """Ranks that named a new group by the number of groups they are in would wait for each other in vain."""
     pair = dist.new_group([0, 1])
     model = FlatFSDP(nn.Linear(2, 2), process_group=dist.group.WORLD)
     model(torch.ones(2, 2)).sum().backward()

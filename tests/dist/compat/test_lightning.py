@@ -29,7 +29,7 @@ COUNT = 3
 
 
 def start(rank: int, world_size: int, **options: Any) -> Any:
-    """Fabric on a rank that is there already."""
+    """Makes a Fabric on a rank that exists already."""
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = lightning.Fabric(
         accelerator="cpu", devices=world_size, strategy=lightning.FlatFSDPStrategy(), **options
@@ -108,7 +108,7 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
 
 @on_ranks(1, 2)
 def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
-    """Also with the flag off, and with compiled blocks."""
+    """The same with the flag off, and with compiled blocks."""
     expected = train_plainly(build(), rank)
     found = [
         train_with_fabric(start(rank, world_size), build()),

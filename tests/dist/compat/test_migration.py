@@ -44,7 +44,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["flag off", "flag on
 def on_cpu(
     build: Build, options: dict[str, Any], world_size: int = 2, **loop: Any
 ) -> tuple[list[Tensor], State]:
-    """What rank 0 saw, after a check that all ranks end with the same model."""
+    """Returns rank 0's results, after a check that all ranks end with the same model."""
     results = run_ranks(world_size, trained, "flatfsdp", "cpu", build, options, loop)
     for _, state in results[1:]:
         assert all(torch.equal(state[name], value) for name, value in results[0][1].items())
@@ -148,7 +148,7 @@ def reduced_grads(
 
 
 def plain_grads(rank: int, world_size: int, compute: torch.dtype, reduce: torch.dtype) -> State:
-    """The same of the plain model in `compute`, added up and averaged in `reduce`, by as many threads."""
+    """The same for the plain model in `compute`, added up and averaged in `reduce`, by as many threads."""
     torch.manual_seed(0)
     net = Net().to(compute)
     mean: State = {}
@@ -296,7 +296,7 @@ def test_units_may_have_other_groups_than_their_root() -> None:
 
 @on_ranks(2)
 def test_groups_can_be_read() -> None:
-    """What programs read: a group that was passed, or the one that parameters are sharded over."""
+    """The group that programs read: one that was passed, or the one that parameters are sharded over."""
     api = names_of("flatfsdp")
     every = torch.distributed.group.WORLD
     other = torch.distributed.new_group([0, 1])
@@ -308,7 +308,7 @@ def test_groups_can_be_read() -> None:
 @pytest.mark.parametrize("overflow", [False, True])
 @on_ranks(2)
 def test_all_ranks_skip_a_step_that_overflowed_on_one(rank: int, overflow: bool) -> None:
-    """What overflows is in the first rank's shard."""
+    """The overflow is in the first rank's shard."""
     api = names_of("flatfsdp")
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, 64, bias=False)

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/ runs as it is written, in small sizes."""
+"""Every Python block of README.md and docs/ runs as written, in small sizes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, seq=16)
 
 
 def in_20_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The README's, to which nothing is given."""
+    """The README's block, which needs no names."""
     assert name.startswith("README.md")
     found = run_alone(BLOCKS[name])
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
@@ -136,7 +136,7 @@ def fp8_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def fp8_overflows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what the page shows below: of ones, then thousands, then infinities."""
+    """The block prints what the page shows below: ones, then thousands, then infinities."""
     model = flatfsdp.FlatFSDP(nn.Sequential(Linear(32, 32), LayerNormLinear(32, 32)))
     batches = [(torch.full((16, 32), value), torch.ones(16, 32)) for value in (1.0, 1e3, float("inf"))]
     run(BLOCKS[name], model=model, batches=batches)
@@ -145,7 +145,7 @@ def fp8_overflows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def replayed_microbatches(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """On CPUs all are eager."""
+    """On CPUs all microbatches are eager."""
     config = GPTConfig(layers=1, hidden=32, heads=2, seq=8, vocab=32)
     model = flatfsdp.shard(GPT(config), flatfsdp.by_class(Block))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -258,7 +258,7 @@ def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
 
 
 def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By itself, as `python train.py` runs it; and on two ranks."""
+    """Runs the page alone, as `python train.py` does, and on two ranks."""
     found = run_alone(BLOCKS[name])
     assert found["losses"][-1] < found["losses"][0]
     assert capsys.readouterr().out.startswith("loss ")
@@ -307,7 +307,7 @@ def an_optimizer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
 
 
 def a_layer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
-    """Its gradients are those of autograd."""
+    """The block's gradients are those of autograd."""
     found = run_alone(BLOCKS[name])
     plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
     torch.manual_seed(0)

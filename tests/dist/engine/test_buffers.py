@@ -1,4 +1,4 @@
-"""When buffers exist: as late and as short as possible, and what is in them."""
+"""Lifetimes of buffers: as late and as short as possible; and their contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def allocated_grads(model: FlatFSDP) -> int:
 
 
 def unsharded(model: FlatFSDP) -> list[bool]:
-    """Per unit, root first: are the full parameters in memory?"""
+    """Whether each unit's full parameters are in memory, root first."""
     return [g.state is not ShardState.SHARDED and g.buffer.is_allocated for g in groups(model)]
 
 
@@ -83,7 +83,7 @@ def test_parameters_are_freed_as_the_policy_says_also_without_sync(
 @FLAGS
 @on_ranks(2)
 def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, flag: bool) -> None:
-    """(units in memory, units whose gradients have landed) whenever a block's first norm has its gradient."""
+    """Records (units in memory, units with all gradients) whenever a block's first norm has its gradient."""
     model = build(optimize_backward_concat=flag)
     seen: list[tuple[int, int]] = []
 
@@ -105,7 +105,7 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
 )
 @on_ranks(2)
 def test_number_of_collectives(rank: int, reshard: bool, count: int, calls: int) -> None:
-    """Root once a microbatch and inner units twice (ZeRO-3), or all once a step; each reduced once a step."""
+    """Root gathered once a microbatch, inner units twice (ZeRO-3), or all once a step; each reduced once."""
     model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
     for tokens in microbatches(model, next(data(rank, 1, count))):
         model(tokens).backward()
@@ -233,7 +233,7 @@ def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @on_ranks(2)
 def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> None:
-    """Units in memory while the first block runs forward, and the last one backward; in the second step."""
+    """Units in memory in the second step, while the first block runs forward and the last one backward."""
     model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True)
     counts = {}
 

@@ -1,4 +1,4 @@
-"""The byte ledger: what FlatFSDP copies and sends per step is what its formulas say, to the byte.
+"""The byte ledger: FlatFSDP's copies and traffic per step match its formulas, to the byte.
 
 Measured by `CopyCounter`, which knows nothing of the engine, and compared with arithmetic on the layout.
 Sizes are chosen so that slots need gaps and shards need padding: two 75 x 40 weights a block.
@@ -74,7 +74,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank counted in its second step; bytes by kind of copy, payloads of collectives in order."""
+    """Counts of one rank in its second step: bytes by kind of copy, payloads of collectives in order."""
 
     copies: dict[str, int]
     gathers: list[int]
@@ -250,7 +250,7 @@ def test_bytes_of_each_kind_of_copy() -> None:
 
 
 def test_bytes_around_fp8_weights() -> None:
-    """Kernels of FlatFSDP move what they are given; scales, and numbers, are nothing beside it."""
+    """Kernels of FlatFSDP move their tensors; scales and numbers are negligible."""
     n, m = 64, 32
     master, shard = torch.randn(n * m), torch.empty(n * m, dtype=torch.float8_e4m3fn)
     amax, scale = torch.zeros(1), torch.ones(1)

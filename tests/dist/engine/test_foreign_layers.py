@@ -1,6 +1,6 @@
 """FlatFSDP around layers of others that add their weight gradients themselves, as Transformer Engine's do.
 
-`Foreign` follows what Transformer Engine asks of its host, with a product in PyTorch:
+`Foreign` follows Transformer Engine's contract with its host, with a GEMM in PyTorch:
 
     forward     the weight is kept by a weak reference; `__fsdp_param__` and `overwrite_main_grad` are read
     backward    get_main_grad(), where there is `__fsdp_param__`, becomes weight.main_grad and is added to,

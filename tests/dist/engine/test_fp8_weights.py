@@ -53,7 +53,7 @@ def test_the_same_bits_as_layers_that_cast_their_own_weights(
 
 
 def test_the_same_bits_on_four_ranks() -> None:
-    """Whose boundaries cut weights anywhere."""
+    """Shard boundaries may cut weights anywhere."""
     run_ranks(4, parity, BF16, True)
 
 
@@ -226,7 +226,7 @@ def test_a_loaded_checkpoint_is_cast_anew(rank: int) -> None:
 
 @on_ranks(2)
 def test_summoned_parameters(rank: int) -> None:
-    """Full parameters are those of the master, not of FP8; written ones are cast anew."""
+    """Full parameters are those of the master, not of FP8; writes to them are cast again."""
     model, plain = build(True, BF16), build(False, BF16)
     for each in (model, plain):
         train(each, rank, 1)
@@ -239,7 +239,7 @@ def test_summoned_parameters(rank: int) -> None:
 
 @on_ranks(1, 2)
 def test_saved_tensors_may_be_offloaded(rank: int) -> None:
-    """The transposed weights are not there yet when the forward saves what backward needs."""
+    """The transposes do not exist yet when the forward saves its tensors for backward."""
     runs = []
     for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
         model = build(True, BF16, True)
@@ -294,7 +294,7 @@ def test_an_evaluation_with_other_weights_before_the_backward(rank: int) -> None
 
 @on_ranks(2)
 def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
-    """In place, into a frozen weight that one rank holds; all ranks have to find out."""
+    """Writes in place into a frozen weight that one rank holds; all ranks have to find out."""
     net = nn.Sequential(Linear(32, 32), Linear(32, 32))
     for name, parameter in net.named_parameters():
         parameter.requires_grad = name.endswith("bias")
@@ -322,7 +322,7 @@ def test_transposes_are_freed_after_the_backward(rank: int, options: dict[str, A
 @pytest.mark.parametrize("blocks", [3, 5])
 @on_ranks(2)
 def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) -> None:
-    """FP8 buffers of blocks, of both forms, that have memory while a block runs: the most in a step.
+    """Largest number of blocks' FP8 buffers, of both forms, in memory while a block runs, in a step.
 
     Those of the block that runs and the next one: bytes alone in forward, with their transposes in backward.
     """

@@ -69,7 +69,7 @@ def test_state_dict_has_original_names_and_master_precision(rank: int, flag: boo
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
 @on_ranks(2)
 def test_training_goes_on_from_a_state_dict(rank: int, options: dict[str, Any]) -> None:
-    """A model loaded from a state dict trains on exactly as the one it was saved from."""
+    """A model loaded from a state dict continues exactly like the one it was saved from."""
     options = {"optimize_backward_concat": True, **options}
     model = build(**options)
     train(model, rank)

@@ -189,7 +189,7 @@ def test_fused_is_two_passes(net: str, recipe: str, flag: bool) -> None:
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
 @pytest.mark.parametrize("schedule", ["zero3", "zero2", "every"])
 def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, flag: bool) -> None:
-    """Whose gradients autograd gets are FP32 sums, too, and are added up by the engine."""
+    """Gradients that autograd gets are FP32 sums, too, and the engine adds them up."""
     options = {**SCHEDULES[schedule], "optimize_backward_concat": flag}
     run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
 
@@ -215,7 +215,7 @@ def test_replicated_and_sharded(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("count", [1, 4])
 @on_ranks(2)
 def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype, count: int) -> None:
-    """Bytes are those of norms and biases; all of a unit are added in one launch, but for a few."""
+    """Only norms and biases cost bytes; most of a unit's are added in one launch."""
     model = build({}, optimize_backward_concat=True, precision=Precision(compute=compute))
     plain = Net()
     backward(model, batches_of(rank, count), SHORT)
@@ -231,7 +231,7 @@ def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype
 
 
 class Ones(nn.Module):
-    """A linear layer whose weight's gradient is what it is given, 16 times."""
+    """A linear layer whose weight gradient is its input, 16 times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_256_and_1_are_257(flag: bool, recipe: str) -> None:
 
 @FLAGS
 def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
-    """It is overwritten, not zeroed; poison shows what would be read."""
+    """The buffer is overwritten, not zeroed; poison shows reads."""
     grads = []
     for poison in (False, True):
         model = build({"spare": True}, optimize_backward_concat=flag, poison_on_free=poison)

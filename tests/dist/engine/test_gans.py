@@ -1,4 +1,4 @@
-"""GANs: two models, or two parts of one, of which each is frozen while the other one learns."""
+"""GANs: two models, or two parts of one; each is frozen while the other one learns."""
 
 from __future__ import annotations
 

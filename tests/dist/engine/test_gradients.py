@@ -1,4 +1,4 @@
-"""Between reduction and optimizer: divide factors, scaler, gradients wider than parameters, groups."""
+"""Gradients between reduction and optimizer: divide factors, scaler, wider dtypes, parameter groups."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
 
 @on_ranks(2)
 def test_units_may_have_ranks_of_their_own(rank: int) -> None:
-    """A unit over a group of its own: replicated where the rest is sharded, as norms with statistics want."""
+    """A unit over its own group is replicated where the rest is sharded, as norms with statistics need."""
     torch.manual_seed(0)
     net = Net(2)
     net.blocks[0] = FlatFSDP(net.blocks[0], shard=False, optimize_backward_concat=True)

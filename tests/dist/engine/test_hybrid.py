@@ -92,7 +92,7 @@ def test_bytes_inside_and_across(rank: int, options: dict[str, Any], count: int,
 @FLAGS
 @on_ranks(4)
 def test_an_unfinished_step_leaves_no_partial_sum(rank: int, flag: bool) -> None:
-    """What a step that was never finished had reduced inside a row does not reach the next step."""
+    """Gradients that an unfinished step had reduced inside a row do not reach the next step."""
     options = {"mesh": mesh(), "grad_sync": "every", "optimize_backward_concat": flag}
     model, fresh = build(**options), build(**options)
     unfinished, clean = data(rank, 2, 2)

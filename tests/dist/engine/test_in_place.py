@@ -1,4 +1,4 @@
-"""`shard`: a model stays the object that it was, and trains with the bits of the wrapper."""
+"""`shard`: a model stays the same object, and trains with the bits of the wrapper."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_new_module_of_its_class_is_a_plain_one() -> None:
 
 
 class Talker(Net):
-    """With methods that are not forward."""
+    """A model with methods other than forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_a_method_that_reads_a_parameter_is_registered() -> None:
 
 
 class Recursive(nn.Module):
-    """Calls itself, and has a method that does."""
+    """A module that calls itself, and has a method that does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_module_that_calls_itself_keeps_its_parameters() -> None:
 
 @on_ranks(2)
 def test_a_module_without_parameters_is_nobodys_part(rank: int) -> None:
-    """It computes in the dtype that it is given, and on one rank if that rank wants."""
+    """It computes in the dtype of its input, and on one rank alone if only that rank calls it."""
     model = shard(plain_net(Recursive), precision=BF16)
     if rank == 0:
         assert model.criterion(torch.ones(2), torch.zeros(2)).dtype == torch.float32
@@ -448,7 +448,7 @@ def test_a_write_to_an_attribute_is_not_lost_in_silence(flag: bool) -> None:
 
 
 class Odd(nn.Module):
-    """No class can be derived from it."""
+    """A class from which no class can be derived."""
 
     def __init_subclass__(cls, *, needed: int) -> None: ...
 
@@ -517,7 +517,7 @@ def test_what_cannot_be_sharded() -> None:
 
 
 class Closed(nn.Linear):
-    """No class can be derived from it without arguments."""
+    """A class from which no class can be derived without arguments."""
 
     def __init_subclass__(cls, kind: str) -> None:
         super().__init_subclass__()

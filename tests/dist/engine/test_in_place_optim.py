@@ -29,7 +29,7 @@ NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups as anybody writes them."""
+    """Parameter groups as users write them."""
     small = [p for p in model.parameters() if len(whole_shape(p)) < 2]
     large = [p for p in model.parameters() if len(whole_shape(p)) >= 2]
     return [{"params": small, "weight_decay": 0.0}, {"params": large}]
@@ -49,7 +49,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 @on_ranks(1, 3)
 def test_in_place_is_wrapped(rank: int, kind: Any, options: dict[str, Any]) -> None:
-    """Decay groups, clipping in the step; and from the third step on with a state of the wrapped model's."""
+    """Decay groups and clipping in the step; from the third step on with the wrapped model's state."""
     models: list[Any] = []
     for make in (auto_wrap, shard):
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_pytorchs_clipping_and_scaler_see_the_model(rank: int, way: str) -> None
 
 @on_ranks(2)
 def test_pytorchs_clipping_of_cut_portions_raises(rank: int) -> None:
-    """A rank may have none of a group, so the norm of one portion is not the same question on all ranks."""
+    """A rank may have nothing of a group, so ranks would not all ask for the norm of the same portion."""
     torch.manual_seed(0)
     model = auto_wrap(Net(), by_class(Block))
     groups = param_groups(model, [NO_DECAY])

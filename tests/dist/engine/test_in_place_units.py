@@ -1,4 +1,4 @@
-"""A unit that writes its result into its input returns the same tensor, and is no unit that does nothing."""
+"""Units that write their result into their input, return the same tensor, and still count as used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Added(nn.Module):
-    """Adds to its input what it makes of something else, as a diffusion block does of a time step."""
+    """A module that adds a function of another input in place, as a diffusion block does with a time step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Added(nn.Module):
 
 
 class Grown(nn.Module):
-    """Adds to its input what it makes of that."""
+    """A module that adds to its input, in place, what it computes from it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Joints over several ranks: the bits of one weight in their place, whatever the flag or the form."""
+"""Joints over several ranks have the bits of one weight, for both flags and forms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(
 
 
 def in_one_weight(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model of `OneWeight` has in place of these parts."""
+    """Parameters of a model of `OneWeight` that correspond to these parts."""
     joint = {}
     for layer, kind in itertools.product(range(2), ("weight", "bias")):
         parts = [state.pop(f"layers.{layer}.qkv.parts.{name}.{kind}") for name in ROWS]
@@ -121,7 +121,7 @@ def test_the_same_bits_as_one_weight(way: str, fuse: bool, compute: torch.dtype)
 
 
 def test_the_same_bits_on_four_ranks() -> None:
-    """Whose boundaries cut joints anywhere."""
+    """Shard boundaries may cut joints anywhere."""
     run_ranks(4, parity, "wrapped", True, torch.bfloat16)
 
 
@@ -165,7 +165,7 @@ def sum_of_squares(layer: Any) -> Tensor:
 
 
 def two_microbatches(model: Any, layers: Any, rank: int, batches: Any) -> None:
-    """After the last forward, before its backward, `layers` are frozen."""
+    """Freezes `layers` between the last forward and its backward."""
     for index, _ in enumerate(batches):
         # The input requires no gradient: nothing but gradients of parameters is awaited.
         loss = loss_of(model, batch(10 * rank + index))
@@ -177,7 +177,7 @@ def two_microbatches(model: Any, layers: Any, rank: int, batches: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, way: str) -> None:
-    """They keep what the microbatch before has brought, as in PyTorch."""
+    """Layers keep the gradients of the microbatch before, as in PyTorch."""
     for frozen in (1, 2):
         net = Net(fuse=False)
         two_microbatches(net, net.layers[:frozen], rank, range(2))
@@ -324,7 +324,7 @@ def check_checkpoints(rank: int, world_size: int, path: Path, way: str, in_fp8: 
 
 @on_ranks(2)
 def test_local_files_from_before_parameters_were_moved_are_refused(rank: int) -> None:
-    """They have equal length, and another order."""
+    """Both have equal lengths, and different orders."""
     with_joints, without = build(), build(kind=Undeclared)
     before = local_state_dict(without)
     assert {t.shape for t in before.values()} == {t.shape for t in local_state_dict(with_joints).values()}

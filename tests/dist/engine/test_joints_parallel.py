@@ -146,7 +146,7 @@ def test_weights_stored_in_fp8() -> None:
 
 @on_ranks(2)
 def test_parts_of_which_only_some_are_split(rank: int) -> None:
-    """They lie in several flat buffers, so that their layer multiplies with them apart."""
+    """The parts lie in several flat buffers, so their layer multiplies with them separately."""
     mesh = tp_mesh(1, 2)
     options = {"mesh": mesh["dp"], "tp_group": mesh.get_group("tp")}
     runs = []

@@ -1,4 +1,4 @@
-"""Modules that come below a unit after it was built: with parameters of their own they are refused."""
+"""Modules added below a unit after it was built are refused if they have parameters of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _model(way: str, **options: Any) -> Any:
 
 
 def _inside(model: Any) -> Any:
-    """What was sharded: the wrapped module, or the model itself."""
+    """The module that was sharded: the wrapped one, or the model itself."""
     return getattr(model, "module", model)
 
 
@@ -99,7 +99,7 @@ def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(
 
 
 class Loss(nn.Module):
-    """Has no parameters."""
+    """A module without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x

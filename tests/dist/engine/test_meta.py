@@ -1,4 +1,4 @@
-"""Models built on the meta device: unit by unit to memory, initialised, sharded."""
+"""Models built on the meta device get memory, values and shards unit by unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import on_ranks
 
 
 def init(module: nn.Module) -> None:
-    """Values that depend on nothing but the shape, so that the order of initialisation does not matter."""
+    """Makes values that depend only on the shape, so the order of initialisation does not matter."""
     for parameter in module.parameters(recurse=False):
         generator = torch.Generator().manual_seed(parameter.numel())
         parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
@@ -98,7 +98,7 @@ def test_what_is_in_memory_already_keeps_its_values() -> None:
 
 
 class Masked(nn.Module):
-    """Buffers only; `reset_parameters` forgets the integers."""
+    """A module with buffers only, whose `reset_parameters` forgets the integers."""
 
     def __init__(self, forgets: bool) -> None:
         super().__init__()

@@ -137,7 +137,7 @@ def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], An
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int, way: str) -> None:
-    """In the next forward, if it has parameters there: those of a model that is sharded in place."""
+    """The next forward raises if the engine has parameters there: those of a model sharded in place."""
     model = _model(way)
     fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
     if way == "wrapped":
@@ -149,7 +149,7 @@ def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int, w
 
 @on_ranks(2)
 def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
-    """In PyTorch, which has found no parameter to split."""
+    """PyTorch raises, because it finds no parameter to split."""
     model = build()
     plan = {f"module.blocks.{i}.module.up": ColwiseParallel() for i in range(3)}
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
@@ -159,7 +159,7 @@ def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
 
 @on_ranks(2)
 def test_another_model_may_have_another_engine(rank: int) -> None:
-    """The other model is like a GAN's discriminator, a submodule of the same whole."""
+    """The other model, like a GAN's discriminator, is a submodule of the same whole."""
     generator = build()
     discriminator = DistributedDataParallel(Net())
     both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})

@@ -1,4 +1,4 @@
-"""Optimizers that could not train a sharded model: refused in their first step; all others are not."""
+"""Optimizers that cannot train a sharded model are refused in their first step; others are not."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_an_optimizer_built_inside_summon_is_refused(rank: int, way: str) -> Non
 
 
 class Lamb(torch.optim.SGD):
-    """By its name."""
+    """An optimizer that is refused by its name."""
 
 
 class FusedLayerwise(Lamb):
-    """By its base's name."""
+    """An optimizer that is refused by the name of its base class."""
 
 
 @pytest.mark.parametrize(("way", "grouped"), [("wrapped", True), ("wrapped", False), ("in place", False)])
@@ -143,7 +143,7 @@ def test_groups_by_dim_that_decay_nothing_are_refused(
 
 @on_ranks(2)
 def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
-    """Nothing but vectors; a rank whose part of the model is not decayed; nothing left to train."""
+    """Only vectors; a rank whose part of the model is not decayed; nothing left to train."""
     vectors = FlatFSDP(nn.LayerNorm(20))
     model = build()
     small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])

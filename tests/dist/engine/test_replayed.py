@@ -1,4 +1,4 @@
-"""Replayed microbatches over ranks: the bits of eager ones, whatever happens between."""
+"""Replayed microbatches over ranks have the bits of eager ones, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
 
 
 def in_both_ways(case: Case, rank: int, train: Callable[[Any, Callable[..., Any]], list[Any]]) -> None:
-    """`train` gets a model, and what a function of a microbatch is to be wrapped in."""
+    """Trains eagerly and replayed; `train` gets a model, and the wrapper for its microbatch function."""
     found = []
     for replays in (False, True):
         torch.manual_seed(rank)
@@ -237,7 +237,7 @@ def test_what_is_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_recordings_go_before_a_process_group_does(rank: int) -> None:
-    """NCCL waits for graphs that launch its collectives, and `destroy_process_group` would, for good."""
+    """NCCL waits for graphs that launch its collectives, so `destroy_process_group` would hang."""
     case, group = Case("", True, 1), dist.new_group()
     with taped():
         model = WAYS["wrapped"](net(), by_class(Plain), process_group=group, optimize_backward_concat=True)
@@ -255,7 +255,7 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
 @pytest.mark.parametrize("backwards", [1, 2])
 @on_ranks(2)
 def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int, backwards: int) -> None:
-    """A number that the host reads, or two backwards."""
+    """Microbatches in which the host reads a number, or with two backwards, cannot be recorded."""
     case = Case("", True, 1)
     model = case.model()
     run = case.microbatch(model)

@@ -240,7 +240,7 @@ def test_a_late_loop_end_does_not_disturb_the_next_loop() -> None:
 
 
 def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """Left with `break`, or with a last batch that was skipped."""
+    """A loop that is left with `break`, or whose last batch was skipped."""
     batches = next(data(0, 1, 3))
     expected = build()
     expected(batches[2]).backward()
@@ -270,7 +270,7 @@ def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.L
 def test_a_loop_that_another_one_replaces_has_lost_its_gradients(
     grad_sync: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A variable may keep a loop that was left; and nobody has left the one around another."""
+    """A variable may keep a loop alive that was left; a loop around another one is not left."""
     batches = next(data(0, 1, 3))
     model = build(grad_sync=grad_sync)
     kept = microbatches(model, batches)

@@ -1,4 +1,4 @@
-"""Gradients of views: norms and checks of PyTorch's see the whole model; their memory goes when they go."""
+"""Gradients of views: PyTorch's norms and checks see the whole model; memory goes with the gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_same_grads(viewed: FlatFSDP, whole: FlatFSDP, rtol: float = 0.0) -> N
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each collective of norms has."""
+    """Records how many numbers each collective of norms has."""
     counts: list[int] = []
     norm_over = grad_norms.norm_over
 
@@ -184,7 +184,7 @@ def test_what_replaces_a_gradient_knows_whose_it_is(rank: int, world_size: int) 
 
 @on_ranks(2)
 def test_writes_between_two_questions_are_seen(rank: int, world_size: int) -> None:
-    """Also through `.data`, which no version counts."""
+    """A write counts even through `.data`, which no version counts."""
     _, views, plain = trained(rank, world_size)
     for each in (views, plain):
         assert each["blocks.0.up.weight"].grad.norm() > 0
@@ -282,7 +282,7 @@ def test_gradients_add_up_without_zero_grad(rank: int, world_size: int, foreign:
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_a_write_between_microbatches_is_no_zero_grad(rank: int, way: str) -> None:
-    """Also of what has no elements on this rank, or only zeros."""
+    """Norms of gradients without elements on this rank, or with zeros only."""
     models = []
     ((first, second),) = data(rank, 1, 2)
     for scale in (1.0, 0.5):
@@ -378,7 +378,7 @@ def test_torch_optimizers_over_views(rank: int, which: int) -> None:
 
 @on_ranks(2)
 def test_hooks_of_views_run_once_their_gradients_are_there(rank: int) -> None:
-    """An optimizer in the backward: a step for each view, and no gradient stays."""
+    """An optimizer in the backward steps for each view, and no gradient stays."""
     whole, viewed = build(), build()
     views = cut_by_hand(viewed)
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)

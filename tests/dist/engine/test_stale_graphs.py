@@ -64,7 +64,7 @@ def test_a_graph_from_before_a_change_raises(rank: int, kind: str, reshard: bool
 @FLAGS
 @on_ranks(2)
 def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
-    """The second rank has nothing but padding, and raises with the first one."""
+    """The second rank has only padding, and raises with the first one."""
     model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(3, 2)
@@ -77,7 +77,7 @@ def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
 
 @on_ranks(2)
 def test_the_unit_is_named(rank: int) -> None:
-    """The message names it."""
+    """The message names the unit that changed."""
     model = build()
     loss = model(batches(rank)[0])
     with torch.no_grad():

@@ -56,7 +56,7 @@ def test_inside_the_module_is_the_plain_one(flag: bool) -> None:
 
 
 def change(model: nn.Module) -> None:
-    """In place, by replacing the parameter object, and by `.data`; one of them frozen, one tied."""
+    """Changes parameters in place, by replacing the object, and by `.data`; one is frozen, one tied."""
     with torch.no_grad():
         model.blocks[1].up.weight.mul_(2)
         model.blocks[0].norm.weight.fill_(3)
@@ -169,7 +169,7 @@ def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, r
 
 @on_ranks(2)
 def test_nothing_is_lost_or_written_by_halves() -> None:
-    """What would be overwritten at the end raises instead, and a bad parameter writes back none."""
+    """Writes that would be overwritten at the end raise, and a bad parameter writes back none."""
     model, _ = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.zeros(1, 2, dtype=torch.long)).backward()

@@ -27,7 +27,7 @@ BF16 = Precision(compute=torch.bfloat16, accumulate=torch.bfloat16, reduce=torch
 
 
 def train(model: FlatFSDP, replica: int) -> tuple[Trace, dict[str, Tensor]]:
-    """Two steps of SGD; also the first step's gradients, whole."""
+    """Trains two steps of SGD; also returns the first step's gradients, whole."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads, first = [], [], {}
     for batches in data(replica, STEPS, COUNT):
@@ -235,7 +235,7 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_marks_of_others_are_understood(rank: int, world_size: int) -> None:
-    """Megatron's own, which have no sizes, and those of layers that know no ranks."""
+    """Marks of Megatron, which have no sizes, and of layers that know no ranks."""
     mesh = tp_mesh(2, 2)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     for tp_group, shape in ((mesh.get_group("tp"), (12, 4)), (alone, (6, 4)), (None, (6, 4))):

@@ -49,7 +49,7 @@ def trained_blocks(net: nn.Module, trained: tuple[int, ...], by_parameter: bool)
 def test_layers_are_frozen_and_unfrozen_between_steps(
     rank: int, built: tuple[int, ...], reshard: bool, flag: bool
 ) -> None:
-    """Also equal to models that are built that way for each step."""
+    """The result also equals that of models built that way for each step."""
     options = options_of(flag, reshard)
     plain = plain_net()
     net = plain_net()
@@ -142,7 +142,7 @@ def test_forward_and_backward_may_have_other_flags(rank: int, reshard: bool, fla
 @pytest.mark.parametrize("sync", ["last", "every"])
 @on_ranks(1, 2)
 def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: bool, flag: bool) -> None:
-    """A unit that is frozen in the last microbatch keeps, and reduces, what the first one brought."""
+    """A unit frozen in the last microbatch keeps, and reduces, the gradients of the first one."""
     options = {**options_of(flag, reshard), "grad_sync": sync}
     ((first, second),) = data(rank, 1, 2)
     for flags in [(True, False), (False, True)]:
@@ -289,7 +289,7 @@ def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
 
 @on_ranks(1, 2)
 def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp_path: Path) -> None:
-    """The optimizer's state for a unit that is frozen just now is saved and loaded."""
+    """The optimizer's state for a unit that is frozen for now is saved and loaded."""
     folder = str(tmp_path)
     ((tokens,),) = data(rank, 1, 1)
     model = build()
@@ -326,7 +326,7 @@ def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
 @RESHARD
 @on_ranks(1, 2)
 def test_a_parameter_of_a_unit_by_itself_is_refused(rank: int, reshard: bool, flag: bool) -> None:
-    """One parameter of a unit, through the tensor that the module has, or summoned."""
+    """Freezes one parameter of a unit, through the module's tensor, or summoned."""
     options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     ((tokens,),) = data(rank, 1, 1)
     model = build(**options)

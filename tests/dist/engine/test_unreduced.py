@@ -1,4 +1,4 @@
-"""`optimizer.zero_grad()` drops what is accumulated; nobody takes what stands for that for a gradient."""
+"""`optimizer.zero_grad()` drops accumulated gradients; nothing takes their marker for a gradient."""
 
 from __future__ import annotations
 

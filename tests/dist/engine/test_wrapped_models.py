@@ -57,7 +57,7 @@ def test_calls_past_the_wrapper_raise() -> None:
 
 @on_ranks(2)
 def test_parameters_are_written_and_not_replaced(rank: int) -> None:
-    """Values that are written are there in the next forward, in any way but by replacing the memory."""
+    """Written values are used in the next forward, however they were written, unless memory was replaced."""
     tokens = next(data(rank, 1, 1))[0]
     model = build()
     flats = list(model.parameters())
@@ -80,7 +80,7 @@ def test_parameters_are_written_and_not_replaced(rank: int) -> None:
 
 
 class Position(nn.Module):
-    """What it returns is in the memory of its parameter, or a copy."""
+    """A module whose result is in the memory of its parameter, or a copy."""
 
     def __init__(self, taken: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

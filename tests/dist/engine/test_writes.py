@@ -36,7 +36,7 @@ def small(seed: int = 0, **options: Any) -> FlatFSDP:
 
 
 def tokens_of(rank: int) -> Tensor:
-    """The second rank's are of rows that are short enough."""
+    """The second rank's tokens are rows that are short enough."""
     return torch.tensor([1, 2, 3]) if rank == 0 else torch.tensor([9])
 
 
@@ -86,7 +86,7 @@ def test_a_step_after_the_error_is_clean(rank: int) -> None:
 
 
 class Codebook(nn.Module):
-    """Counts the forwards in a frozen parameter and, legally, in a buffer."""
+    """A module that counts its forwards in a frozen parameter and, legally, in a buffer."""
 
     def __init__(self, *, in_parameter: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
 
 
 class WritesLater(nn.Module):
-    """Writes in the recomputation only."""
+    """A module that writes in the recomputation only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def test_first_steps(ranks: int) -> None:
 
 
 def run_example(name: str, *arguments: str | Path) -> str:
-    """What it prints."""
+    """Runs an example and returns its output."""
     done = run_program(EXAMPLES / name, *arguments, COLUMNS="160")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""`examples/pretrain_llama.py` trains over several ranks, and goes on after it was killed or told to end."""
+"""`examples/pretrain_llama.py` trains over several ranks, and resumes after it was killed or stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in fairscale's `optimize_backward_concat` (bugs B1 to B10), and does not here.
+"""Bugs B1 to B10 of fairscale's `optimize_backward_concat`, which do not occur here.
 
 fairscale is read at branch `ngoyal_changes_for_pp_fp8_jiecaoyu_free_fp16_shard`, where the flag lives; each
 test says what happens there.  `test_general.py` has its bugs that need no flag.
@@ -257,7 +257,7 @@ class Twice(Net):
 
 
 class Hooked(Twice):
-    """One weight's gradient times 10, another's clamped and then counted."""
+    """A model whose hooks multiply one weight's gradient by 10, and clamp and count another's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def test_b9_trained_and_frozen_groups_of_one_unit_are_kept_apart(
 
 
 def test_b9_each_flat_parameter_of_a_wrapper_gets_its_own_gradient() -> None:
-    """There: as above."""
+    """There: all groups share one gradient buffer, too."""
     plain = plain_net()
     net = copy.deepcopy(plain)
     wrapped = FlattenParamsWrapper(net, [list(part.parameters()) for part in net.children()])

@@ -1,4 +1,4 @@
-"""What goes wrong in fairscale's FSDP whatever its flag is (bugs P1 to P8), and does not here.
+"""Bugs P1 to P8 of fairscale's FSDP, with either flag, which do not occur here.
 
 fairscale is read at branch `ngoyal_changes_for_pp_fp8_jiecaoyu_free_fp16_shard`; each test says what happens
 there.  `test_flag.py` has the bugs of `optimize_backward_concat`.
@@ -123,7 +123,7 @@ def test_p1_checkpointing_around_units_trains_on_fresh_weights(
 
 
 def steps_in_a_world_of_one(rank: int, world_size: int, flag: bool, precision: Precision) -> None:
-    """Nothing is updated, and `optimizer.zero_grad()` is all that happens between steps."""
+    """Runs steps without updates, with only `optimizer.zero_grad()` between them."""
     net = plain_net()
     model = auto_wrap(copy.deepcopy(net), by_class(Block), optimize_backward_concat=flag, precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -355,7 +355,7 @@ def test_p7_a_flatten_params_wrapper_can_be_copied() -> None:
 
 @FLAGS
 def test_p7_a_sharded_model_says_why_it_cannot_be_copied(flag: bool) -> None:
-    """There: as above."""
+    """There: copies and pickles of a FlatParameter raise."""
     with pytest.raises(TypeError, match=r"cannot be copied.*copy the plain module before it is sharded"):
         copy.deepcopy(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag))
 

@@ -38,7 +38,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("recompute", [False, True])
 @on_ranks(2)
 def test_one_reduction_a_forward_and_one_a_backward(rank: int, recompute: bool) -> None:
-    """One a forward and one a backward, however many layers; none in an evaluation."""
+    """There is one reduction a forward and one a backward, however many layers; none in an evaluation."""
     model = seeded(partial(Stack, blocks=3, **({"call": fp8.checkpoint} if recompute else {})))
     forward = (torch.Size([3 * 8 + 2]), dist.ReduceOp.MAX)
     backward = (torch.Size([3 * 4 + 1]), dist.ReduceOp.MAX)
@@ -62,7 +62,7 @@ def test_one_reduction_a_forward_and_one_a_backward(rank: int, recompute: bool) 
 
 
 def outlier(rank: int, world_size: int, value: float) -> list[Any]:
-    """One number on the last rank alone, in the input and in the gradient."""
+    """Trains with one number, on the last rank alone, in the input and in the gradient."""
     model = nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH), Linear(WIDTH, WIDTH))
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -226,7 +226,7 @@ def test_recompute_of_sharded_blocks(rank: int, flag: bool, reentrant: bool, rec
 @FLAGS
 @on_ranks(2)
 def test_bf16_compute_and_fp8_products(rank: int, flag: bool) -> None:
-    """Close to FP32 without FP8: mean gradients within what the casts cost."""
+    """Training is close to FP32: mean gradients differ by no more than what the casts cost."""
     grads = []
     for recipe, precision in ((SHORT, Precision(compute=torch.bfloat16)), (None, Precision())):
         model = build(flag=flag, precision=precision)

@@ -1,4 +1,4 @@
-"""An embedding whose rows are split over ranks, against one that has them all: bit for bit."""
+"""An embedding whose rows are split over ranks equals the whole one, bit for bit."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 def inside(layer: type[nn.Module], *sizes: int, **options: Any) -> Case:
-    """A layer that ends as it began."""
+    """A layer whose output has the form of its input."""
     return Case(partial(layer, *sizes, set_parallel_mode=True, **options), "both", (WIDTH, WIDTH))
 
 
@@ -146,7 +146,7 @@ def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
 
 @on_ranks(2)
 def test_numbers_of_one_process_in_16_bits(rank: int, world_size: int) -> None:
-    """Sums over ranks are of results that each has rounded."""
+    """Tolerance for sums over ranks of results that each rank has rounded."""
     for dtype, tolerance in ((torch.bfloat16, 0.016), (torch.float16, 0.002)):
         tolerances = {"tolerance": tolerance, "grad_tolerance": 2 * tolerance}
         same_as_one_process(rank, world_size, list(CASES), None, tolerances, params_dtype=dtype)

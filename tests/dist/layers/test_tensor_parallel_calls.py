@@ -1,4 +1,4 @@
-"""Layers that ranks share: what may be asked of one call, and what does not fit."""
+"""Layers that ranks share: options of one call, and misuse that is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_several_results_and_a_residual() -> None:
 
 @on_ranks(2)
 def test_frozen_parameters_and_inputs_without_gradient() -> None:
-    """What needs no gradient is neither computed nor sent."""
+    """Gradients that are not needed are neither computed nor sent."""
     for sequence_parallel in (False, True):
         for frozen in ("layer_norm", "fc1", "fc2", "weight"):
             pair = make_pair(MLP, "both", (WIDTH, WIDTH), sequence_parallel)

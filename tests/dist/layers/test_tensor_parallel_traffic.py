@@ -1,4 +1,4 @@
-"""What the ranks that share a layer send each other, how many bytes, and what is computed meanwhile."""
+"""Traffic of ranks that share a layer: what is sent, its bytes, and what it overlaps with."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_tensor_and_data_parallel_ranks_are_one_process() -> None:
 @pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])
 @on_ranks(2)
 def test_an_evaluation_between_steps_leaves_no_trace(world_size: int, pp: int) -> None:
-    """Before the first step and between steps: the losses that a step would have, and no trace."""
+    """Evaluates before the first step and between steps: losses are those of a step, and no trace is left."""
     mesh = mesh_of(pp=pp, tp=world_size // pp)
     (first, _), schedules = samples(mesh.dp_rank), ("1f1b", "interleaved") if pp > 1 else ("1f1b",)
     for schedule in schedules:

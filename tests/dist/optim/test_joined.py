@@ -48,7 +48,7 @@ def masters(model: FlatFSDP) -> list[Tensor]:
 
 
 def counted(optimizer: Any) -> list[int]:
-    """From now on how many runs each step has."""
+    """Records how many runs each step has from now on."""
     counts: list[int] = []
     update = optimizer._update
 
@@ -90,7 +90,7 @@ def test_views_have_the_bits_of_portions(rank: int, world_size: int, which: int,
 
 
 class HeadFirst(Net):
-    """In which the root's own parameters are listed after those of the blocks."""
+    """A model whose root lists its own parameters after those of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_each_view_has_its_part_of_the_state(rank: int) -> None:
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 @on_ranks(2)
 def test_a_loaded_state_is_joined_again(rank: int, kind: Any) -> None:
-    """And goes on with the same bits; a copy of the optimizer, with parameters of its own, does so, too."""
+    """Training continues with the same bits, also of a copy of the optimizer with its own parameters."""
     options = {"lr": 1e-2, **({"momentum": 0.9} if kind is SGD else {})}
     model, other = build(), build()
     optimizer = kind(list(cut_by_hand(model).values()), **options)
@@ -309,7 +309,7 @@ def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
 
 @on_ranks(2)
 def test_two_optimizers_with_half_of_the_views_each(rank: int) -> None:
-    """Neither writes to the other's elements."""
+    """Neither optimizer writes to the other's elements."""
     whole, halves = build(), build()
     views = cut_by_hand(halves)
     one = AdamW(list(cut_by_hand(whole).values()), lr=1e-2)
@@ -328,7 +328,7 @@ def test_two_optimizers_with_half_of_the_views_each(rank: int) -> None:
 
 @on_ranks(2)
 def test_groups_can_be_added_and_changed(rank: int) -> None:
-    """By schedulers, in place, and by `add_param_group`."""
+    """Changes options by schedulers, in place, and by `add_param_group`."""
     whole, viewed = build(), build()
     groups = [param_groups(whole, [NO_DECAY])]
     cut_by_hand(viewed)

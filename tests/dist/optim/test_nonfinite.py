@@ -87,7 +87,7 @@ class Bad:
 
 
 def random_bad(world_size: int, seed: str, hows: Sequence[str] = ("loss", "inf", "nan")) -> Bad:
-    """The same on all ranks."""
+    """A random bad number, the same on all ranks."""
     chosen = random.Random(seed)
     return Bad(chosen.randrange(STEPS - 1), chosen.randrange(world_size), chosen.choice(hows))
 

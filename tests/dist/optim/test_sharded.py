@@ -55,7 +55,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def clipping(rank: int, world_size: int, kind: Callable[..., Any], options: dict[str, Any]) -> None:
-    """In the step and before it, from the same gradients: the same norm, the same values."""
+    """Clipping in the step and before it, from the same gradients, gives the same norm and values."""
     ours, apart = (build(**options) for _ in range(2))
     optimizer, plain = kind(ours.parameters(), lr=1e-2, max_grad_norm=0.3), kind(apart.parameters(), lr=1e-2)
     for seed in range(3):
@@ -185,7 +185,7 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
 
 @on_ranks(2)
 def test_gradients_of_another_dtype(rank: int) -> None:
-    """In `.main_grad`: the same as with their FP32 values in `.grad`."""
+    """Gradients in `.main_grad` give the same results as their FP32 values in `.grad`."""
     precision = Precision(compute=BF16, grad=BF16)
     ours, theirs = (build(precision=precision) for _ in range(2))
     optimizer, reference = AdamW(ours.parameters(), lr=1e-2), AdamW(theirs.parameters(), lr=1e-2)

@@ -99,7 +99,7 @@ def test_flag_off_on_and_one_process_agree(
 
 @on_ranks(4)
 def test_policies_given_shapes_and_wrapping_change_nothing(rank: int, world_size: int) -> None:
-    """What the policy chooses is when memory is there, not what is computed."""
+    """The policy changes when memory is used, not what is computed."""
     traces = [
         off_and_on(rank, world_size, Schedule1F1B, 2, options)
         for options in (
@@ -117,7 +117,7 @@ def test_policies_given_shapes_and_wrapping_change_nothing(rank: int, world_size
 
 
 class Probe(FlatStage):
-    """Notes what there is when the first microbatch starts, and how much is reduced when a backward ends."""
+    """Records the buffers when the first microbatch starts, and the reductions when a backward ends."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0:

@@ -145,7 +145,7 @@ def fail_at(count: int, where: str) -> Callable[..., None]:
 def test_a_failed_microbatch_leaves_the_next_step_clean(
     rank: int, world_size: int, pp: int, where: str, flag: bool, reshard: bool
 ) -> None:
-    """With one stage in its second microbatch; of two, in the first's last backward, when all is sent."""
+    """Fails with one stage in its second microbatch; with two, in the first's last backward."""
     options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     dp = world_size // pp
     pipeline, fresh = (Pipeline(Schedule1F1B, pp, dp, **options) for _ in range(2))
@@ -187,7 +187,7 @@ def fail_on_one_rank(rank: int, store: str) -> None:
 
 
 def test_an_exception_on_one_rank_ends_the_others() -> None:
-    """Nobody waits for the time limit of the process group: the other end of the connection is gone."""
+    """No rank waits for the process group's time limit: the connection's other end is gone."""
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=fail_on_one_rank, args=(r, f"{folder}/store")) for r in range(2)]

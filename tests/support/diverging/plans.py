@@ -1,4 +1,4 @@
-"""What one diverging example is: a plan, made of plain values, and how one is drawn.
+"""Plans of diverging examples, made of plain values, and how they are drawn.
 
 A plan is a small model, its training, and one thing that one rank does differently at one point:
 

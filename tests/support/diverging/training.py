@@ -267,7 +267,7 @@ class Step:
         self.trained.zero_grad()
 
     def diverges(self, what: What, microbatch: int | None = None) -> bool:
-        """Whether this rank does that here."""
+        """Whether this rank diverges here."""
         plan = self.plan.divergence
         here = (plan.what, plan.rank, plan.step) == (what, self.rank, self.number)
         return here and microbatch in (None, plan.microbatch)

@@ -60,7 +60,7 @@ class Family(NamedTuple):
 
     @property
     def plain(self) -> Family:
-        """The same as transformers computes it."""
+        """The same family, computed by transformers itself."""
         return self._replace(is_fused=False)
 
     def is_unit(self, name: str, module: torch.nn.Module, numel: int) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """The first rank's, on all ranks; removed when all have left it.  Collective, at both ends."""
+    """The first rank's folder, on all ranks, removed when all have left it.  Collective, at both ends."""
     with tempfile.TemporaryDirectory() as own:
         names = [own]
         dist.broadcast_object_list(names)

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save: the old checkpoint or the new one is there, whole, afterwards.
+"""Kills ranks while they save: afterwards the old checkpoint or the new one is there, whole.
 
 In:   where a save is killed: after which operation on a file, or after how many seconds, and on which ranks.
 Out:  a `Count` of what fresh ranks could load then.

@@ -1,4 +1,4 @@
-"""What one stress example is: a plan, made of plain values, and how hypothesis draws one.
+"""Plans of stress examples, made of plain values, and how hypothesis draws them.
 
 A plan prints as the call that makes it, without what has its default value:
 
@@ -87,7 +87,7 @@ class Leaf(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Chain(Spec):
-    """One after the other."""
+    """Children that run one after the other."""
 
     children: tuple[Node, ...]
     container: Container = "list"

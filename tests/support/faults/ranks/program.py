@@ -1,4 +1,4 @@
-"""What one rank does, as plain values, and how it does it.
+"""Programs of one rank, as plain values, and their execution.
 
 A program is a list of operations; ranks that share a model are given one each, which differ in one place:
 
