@@ -11,11 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+from torch import Tensor
+
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import Use
 from flatfsdp.fp8.region import Region
+from flatfsdp.kernels.cast.scaling import Scales
 
 
 @dataclass(slots=True)
@@ -74,25 +78,30 @@ def delayed_casts(
         region: the autocast around the call.
         recipe: its recipe.
         forward: scales of the inputs and weights: x, weight, x, weight, ...
-        backward: scales of the gradients, one per map.
+        backward: scales of the gradients, one per map.  Tensors without a scale yet are cast with their own.
         records: whether this forward records amaxes.
         use: inside a checkpoint: the use of the layer that this call is.
     """
     scales = forward.scales() if use is None else use.scales_of(forward)
-    dtype = recipe.fp8_format.forward
+    dtypes = recipe.fp8_format
+
+    def delayed(
+        dtype: torch.dtype, scales: tuple[Scales, ...], index: int, amax: Tensor | None
+    ) -> Delayed | Current:
+        if not scales:
+            return Current(dtype, 0.0, recipe.power_of_two_scales, recipe.margin, amax)
+        return Delayed(dtype, *scales[index], amax)
 
     def quantizer(index: int) -> Quantizer:
         amax = forward.amaxes[index] if records else None
-        scale, scale_inv = scales[index]
-        return Delayed(dtype, scale, scale_inv, amax) if region.enabled else Unquantized(amax)
+        return delayed(dtypes.forward, scales, index, amax) if region.enabled else Unquantized(amax)
 
     def grad(index: int) -> Callable[[], Quantizer]:
         def make() -> Quantizer:
             if not region.enabled:
                 return Unquantized()
             region.use_in_backward(backward)
-            scale, scale_inv = backward.scales()[index]
-            return Delayed(recipe.fp8_format.backward, scale, scale_inv, backward.amaxes[index])
+            return delayed(dtypes.backward, backward.scales(), index, backward.amaxes[index])
 
         return make
 

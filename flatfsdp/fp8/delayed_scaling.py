@@ -9,6 +9,9 @@ Next: `fp8/autocast.py` decides when to update; `quantizers.py` casts.
     Arena       the columns of many modules: one all-reduce and one launch update all of them
     Scales      one generation of scales, never overwritten: a tensor cast with it, or a recomputation, keeps
                 the values of its time
+
+Before its first update a `Scaling` has no scales, and casts take the tensor's own, as in current scaling.  A
+scale of 1 would turn most of a small gradient into zeros.
 """
 
 from __future__ import annotations
@@ -171,6 +174,8 @@ class Scaling:
         was_loaded: whether the buffers come from a checkpoint, possibly with another recipe.
         amaxes: where casts of each tensor record their amax, FP32 [1].
         columns: this module's columns of the arena.
+        has_scales: whether they were updated, here or in the run that saved them; None: to be read from the
+            buffers.
     """
 
     def __init__(
@@ -187,6 +192,7 @@ class Scaling:
         self._keys = buffer_names(direction)
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
+        self.has_scales: bool | None = False
         self.arena: Arena
         self.amaxes: tuple[Tensor, ...]
         self._adopt(device)
@@ -213,8 +219,11 @@ class Scaling:
         return all(map(is_, map(buffers.get, self._keys), self._views))
 
     def scales(self) -> tuple[Scales, ...]:
-        """The current scales of this module's tensors."""
-        return self.arena.scales[self.columns]
+        """The current scales of this module's tensors; empty before the first update."""
+        if self.has_scales is None:
+            scale, history = self._views
+            self.has_scales = bool(history.any() or scale.ne(1).any())
+        return self.arena.scales[self.columns] if self.has_scales else ()
 
     def forget(self) -> None:
         """Discards the amaxes since the last update."""
@@ -238,6 +247,7 @@ class Scaling:
                 kept = min(history.shape[0], arena.history.shape[0]) - 1
                 if kept:
                     arena.history[-kept:].copy_(history[-kept:])
+            self.has_scales = None
         self.move_to(arena, 0)
 
     def move_to(self, arena: Arena, start: int) -> None:
@@ -270,9 +280,10 @@ def buffer_names(direction: Direction) -> tuple[str, str]:
 
 def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None:
     """Updates the scales of all that were used; collective over `group`, if given."""
+    used = list(scalings)
     by_kind: dict[tuple[DelayedScaling, torch.device], list[Arena]] = {}
     # One look-up per arena, whose members share a recipe: hashing a recipe is slow.
-    for arena, scaling in {scaling.arena: scaling for scaling in scalings}.items():
+    for arena, scaling in {scaling.arena: scaling for scaling in used}.items():
         by_kind.setdefault((scaling.recipe, scaling.device), []).append(arena)
     for (recipe, device), arenas in by_kind.items():
         arena = arenas[0] if len(arenas) == 1 else _merged(arenas, recipe, device)
@@ -281,6 +292,8 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
             arena.update(recipe, group)
         else:
             arena.update(recipe, None)
+    for scaling in used:
+        scaling.has_scales = True
 
 
 def _merged(arenas: Sequence[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:

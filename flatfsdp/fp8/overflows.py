@@ -61,8 +61,8 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
     without synchronisation with the host:
 
     - `DelayedScaling`: amaxes as they enter the history, one for each tensor cast since the last update, and
-      the scale of these casts.  If ranks share scales, amaxes are reduced over them first, and each of
-      them has the same counts.
+      the scale of these casts; before the first update it is the tensor's own, as with `CurrentScaling`.  If
+      ranks share scales, amaxes are reduced over them first, and each of them has the same counts.
     - `CurrentScaling`, `BlockScaling`: each cast of a matrix, by its own amax, which costs one more read of
       it.  Scales fit every finite amax, so only infinity saturates.  Counts are this rank's, even if
       tensor-parallel ranks share a matrix by rows.
@@ -203,7 +203,14 @@ class Overflows:
         tally = self._of_arenas.get(arena)
         if tally is None:
             tally = self._of_arenas[arena] = Tally.of(self._columns(arena), arena.scale.device)
-        add_overflows(arena.history[0], arena.scale, arena.fp8_max, tally.counts)
+        scale = arena.scale
+        first = [scaling.columns for scaling in arena.members if not scaling.has_scales]
+        if first:
+            # These were cast with scales of their own, which fit every finite amax.
+            scale = scale.clone()
+            for columns in first:
+                scale[columns] = torch.finfo(scale.dtype).tiny
+        add_overflows(arena.history[0], scale, arena.fp8_max, tally.counts)
 
     def before_cast(self, layer: Countable, tensor: str, amax: Tensor) -> None:
         """Adds the amax of one cast, FP32 [1], before its scale is computed."""

@@ -173,12 +173,16 @@ class Current:
         dtype: the FP8 format.
         epsilon: smallest amax.
         power_of_two: whether scales are rounded down to powers of two.
+        margin: the scale is divided by 2^margin; only in the first casts of delayed scaling.
+        amax: as in `Delayed`; only in the first casts of delayed scaling.
         ranks: ranks that share the tensor by rows; None: this one alone.
     """
 
     dtype: torch.dtype
     epsilon: float
     power_of_two: bool
+    margin: float = 0.0
+    amax: Tensor | None = None
     ranks: Ranks | None = None
 
     @property
@@ -195,12 +199,14 @@ class Current:
     ) -> Quantized:
         """Finds the amax, over all `ranks`, and casts with its scale."""
         amax = max_abs(x)
+        if self.amax is not None:
+            torch.maximum(self.amax, amax, out=self.amax)
         if self.ranks is not None:
             with launch_on_host(self.ranks, Identity.counting(Action.AMAX, amax.numel()), amax.device):
                 raise_to_largest(amax, self.ranks)
         scale, scale_inv = current_scales(
             amax,
-            _fp8_max(self.dtype, x.device),
+            _fp8_max(self.dtype, self.margin, x.device),
             epsilon=self.epsilon,
             power_of_two=self.power_of_two,
         )
@@ -209,8 +215,8 @@ class Current:
         )
 
     def silent(self) -> Current:
-        """Unchanged: there is nothing to record."""
-        return self
+        """The same without recording amaxes."""
+        return self if self.amax is None else replace(self, amax=None)
 
     def for_rows(self, ranks: Ranks) -> Current:
         """The same with an amax over `ranks`."""
@@ -281,7 +287,7 @@ def dequantized(operand: Operand, dtype: torch.dtype) -> Operand:
 
 
 @cache
-def _fp8_max(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The largest number of an FP8 format, FP32 [1]; never written."""
+def _fp8_max(dtype: torch.dtype, margin: float, device: torch.device) -> Tensor:
+    """The largest number of an FP8 format, divided by 2^margin, FP32 [1]; never written."""
     with torch.inference_mode(False):
-        return torch.full((1,), torch.finfo(dtype).max, dtype=torch.float32, device=device)
+        return torch.full((1,), torch.finfo(dtype).max / 2**margin, dtype=torch.float32, device=device)

@@ -55,6 +55,7 @@ class StepScales:
     def __init__(self) -> None:
         self._snapshots: dict[Arena, Snapshot] = {}
         self._then: dict[Scaling, tuple[Snapshot, int]] = {}
+        self._without_scales: list[Scaling] = []
         self._parameters: object = None
         self._is_settled = False
         self._settled_by: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -83,6 +84,7 @@ class StepScales:
         """Forgets the step, which is over or abandoned."""
         self._snapshots.clear()
         self._then.clear()
+        self._without_scales.clear()
         self._settled_by.clear()
         self._is_settled = False
 
@@ -100,6 +102,8 @@ class StepScales:
             with torch.inference_mode(False):
                 self._snapshots[arena] = Snapshot(arena.scale.clone(), arena.history.clone())
         self._then[scaling] = self._snapshots[arena], scaling.columns.start
+        if not scaling.scales():
+            self._without_scales.append(scaling)
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -117,6 +121,10 @@ class StepScales:
             return
         self._settled_by.add(optimizer)
         self._is_settled = True
+        # Whether there are scales is known to the host, which waits for the decision in a first step only.
+        if self._without_scales and not taken.item():
+            for scaling in self._without_scales:
+                scaling.has_scales = False
         by_arena: dict[Arena, list[Columns]] = {}
         for scaling, (snapshot, then) in self._then.items():
             columns = Columns(scaling.columns.start, len(scaling.fp8_max), snapshot, then)

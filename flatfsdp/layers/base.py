@@ -217,6 +217,8 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         is_other = before is not None and before.scale_means != scaling.scale_means
         if before is not None and is_other and not before.was_loaded:
             scaling.arena.rescale(recipe)
+        if before is not None and not before.was_loaded:
+            scaling.has_scales = before.has_scales
         self._scalings[direction] = scaling
         return scaling
 
@@ -344,6 +346,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         self._weight_cache.kept.clear()
         for scaling in self._scalings.values():
             scaling.was_loaded = True
+            scaling.has_scales = None
         super().prepare_load(shapes, device)
 
     def __getstate__(self) -> dict[str, Any]:

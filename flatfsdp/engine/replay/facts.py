@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
-from flatfsdp.fp8.delayed_scaling import Arena
+from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
 from flatfsdp.torch_private import has_global_hooks
@@ -31,6 +31,7 @@ class Facts(NamedTuple):
         trained: whether each group is trained.
         addresses: addresses of everything that exists outside of recordings, except buffers.
         buffers: address, shape and dtype of each module's buffers.
+        has_scales: whether each `Scaling` has scales; before that, tensors are cast with their own.
         ambient: settings of PyTorch and FP8 around the call.
     """
 
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
     trained: list[bool]
     addresses: list[int]
     buffers: list[tuple[Any, ...]]
+    has_scales: list[bool | None]
     ambient: tuple[Any, ...]
 
 
@@ -66,9 +68,8 @@ class Surroundings:
     def renew(self) -> None:
         """Collects again after an eager microbatch, in which layers may have got scales."""
         of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
-        self.arenas: list[Arena] = list(
-            dict.fromkeys(scaling.arena for scalings in of_layers for scaling in scalings)
-        )
+        self._scalings: list[Scaling] = [scaling for scalings in of_layers for scaling in scalings]
+        self.arenas: list[Arena] = list(dict.fromkeys(scaling.arena for scaling in self._scalings))
 
     def facts(self) -> Facts:
         """The facts at this moment."""
@@ -85,6 +86,7 @@ class Surroundings:
             [group.trains for group in groups],
             addresses,
             found,
+            [scaling.has_scales for scaling in self._scalings],
             _ambient(),
         )
 

@@ -16,6 +16,7 @@ from flatfsdp import by_class, microbatches, replayed
 from flatfsdp.engine.replay.replayed import Replayed
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import root_of
+from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.both_forms import WAYS
 from tests.support.fp8_layers import SHORT, seeded
@@ -78,6 +79,32 @@ def test_other_shapes_are_recordings_of_their_own(rank: int) -> None:
         found, step = run(True)
     assert all(map(torch.equal, found, expected))
     assert step.replays >= 2 * (5 - 4 + 5 - 4 + 3)
+
+
+@on_ranks(2)
+def test_what_is_recorded_before_there_are_scales_is_not_replayed_later(rank: int) -> None:
+    """One FP8 region per step, and a first step that is skipped: the second step still has no scales."""
+
+    def trained_with(replays: bool) -> tuple[list[Tensor], Any]:
+        model = case.model()
+        run = case.microbatch(model)
+        step: Any = replayed(model, run) if replays else run
+        optimizer, losses = AdamW(model.parameters(), lr=1e-2, nonfinite="skip"), []
+        for index in range(4):
+            with autocast(recipe=SHORT):
+                for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
+                    losses.append(step(x * torch.nan if index == 0 else x))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        return losses[case.count :], step
+
+    case = Case("", True, 6, SHORT)
+    expected, _ = trained_with(False)
+    with taped():
+        found, step = trained_with(True)
+    assert all(map(torch.equal, found, expected))
+    assert step.replays >= 6
 
 
 @on_ranks(2)
