@@ -53,7 +53,9 @@ class DelayedScaling:
     """Per-tensor scales from the amaxes of earlier steps: no pass over the data before the cast.
 
     scale = fp8_max / amax / 2^margin, where amax is the largest of the last `amax_history_len` updates, or
-    the latest one.  An amax of 0, infinity or NaN keeps the scale.
+    the latest one.  An amax of 0, infinity or NaN keeps the scale.  Before the first update, tensors are cast
+    with their own scale, as in current scaling, rather than with Transformer Engine's scale of 1, which loses
+    most of a small gradient.
 
     Attributes:
         margin: the scale is divided by 2^margin.

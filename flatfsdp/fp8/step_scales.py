@@ -122,7 +122,7 @@ class StepScales:
         self._settled_by.add(optimizer)
         self._is_settled = True
         # Whether there are scales is known to the host, which waits for the decision in a first step only.
-        if self._without_scales and not taken.item():
+        if self._without_scales and not taken.all():
             for scaling in self._without_scales:
                 scaling.has_scales = False
         by_arena: dict[Arena, list[Columns]] = {}
