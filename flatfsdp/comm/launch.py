@@ -130,6 +130,9 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
     Args:
         preload: names of further modules.
     """
+    # A package that asks at import whether there is a GPU, as accelerate does, would spoil it for the forks:
+    # unless PyTorch asks the driver's management library, the question alone starts CUDA in the server.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     imported = [name for name in sys.modules if name.partition(".")[0] == "flatfsdp"]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", *imported, *preload])

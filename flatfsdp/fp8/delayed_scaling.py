@@ -174,8 +174,6 @@ class Scaling:
         was_loaded: whether the buffers come from a checkpoint, possibly with another recipe.
         amaxes: where casts of each tensor record their amax, FP32 [1].
         columns: this module's columns of the arena.
-        has_scales: whether they were updated, here or in the run that saved them; None: to be read from the
-            buffers.
     """
 
     def __init__(
@@ -192,7 +190,7 @@ class Scaling:
         self._keys = buffer_names(direction)
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
-        self.has_scales: bool | None = False
+        self._has_scales: bool | None = False
         self.arena: Arena
         self.amaxes: tuple[Tensor, ...]
         self._adopt(device)
@@ -218,11 +216,24 @@ class Scaling:
         buffers = self.owner._buffers
         return all(map(is_, map(buffers.get, self._keys), self._views))
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether they were updated, here or in the run that saved them."""
+        if self._has_scales is None:
+            scale, history = self._views
+            self._has_scales = bool(history.any() or scale.ne(1).any())
+        return self._has_scales
+
+    @has_scales.setter
+    def has_scales(self, value: bool) -> None:
+        self._has_scales = value
+
+    def reread(self) -> None:
+        """Notes that the buffers were loaded: they tell whether there are scales."""
+        self._has_scales = None
+
     def scales(self) -> tuple[Scales, ...]:
         """The current scales of this module's tensors; empty before the first update."""
-        if self.has_scales is None:
-            scale, history = self._views
-            self.has_scales = bool(history.any() or scale.ne(1).any())
         return self.arena.scales[self.columns] if self.has_scales else ()
 
     def forget(self) -> None:
@@ -247,7 +258,7 @@ class Scaling:
                 kept = min(history.shape[0], arena.history.shape[0]) - 1
                 if kept:
                     arena.history[-kept:].copy_(history[-kept:])
-            self.has_scales = None
+            self.reread()
         self.move_to(arena, 0)
 
     def move_to(self, arena: Arena, start: int) -> None:

@@ -102,7 +102,7 @@ class StepScales:
             with torch.inference_mode(False):
                 self._snapshots[arena] = Snapshot(arena.scale.clone(), arena.history.clone())
         self._then[scaling] = self._snapshots[arena], scaling.columns.start
-        if not scaling.scales():
+        if not scaling.has_scales:
             self._without_scales.append(scaling)
 
     @torch.no_grad()

@@ -346,7 +346,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         self._weight_cache.kept.clear()
         for scaling in self._scalings.values():
             scaling.was_loaded = True
-            scaling.has_scales = None
+            scaling.reread()
         super().prepare_load(shapes, device)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     trained: list[bool]
     addresses: list[int]
     buffers: list[tuple[Any, ...]]
-    has_scales: list[bool | None]
+    has_scales: list[bool]
     ambient: tuple[Any, ...]
 
 
