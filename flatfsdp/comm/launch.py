@@ -116,12 +116,13 @@ def run_on_ranks(function: Callable[[Rank, Payload], Result], payload: Payload, 
         index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         return _on_rank(index, local, "env://", function, payload, launch)
     with tempfile.TemporaryDirectory(prefix="flatfsdp-") as folder:
-        start_and_join(_started, launch.world, Path(folder), function, payload, launch)
+        cuda = launch.use_cuda()
+        start_and_join(_started, launch.world, Path(folder), function, payload, launch, for_cuda=cuda)
         # A file and not a queue: nobody reads a queue before the ranks have ended, and a full one blocks.
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
+def fork_server(preload: Sequence[str] = (), *, for_cuda: bool = False) -> ForkServerContext:
     """Context that starts processes in milliseconds, by forking one that has imported everything needed.
 
     The server imports what this process has imported of the package when the first fork is asked for.  It has
@@ -129,19 +130,21 @@ def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
 
     Args:
         preload: names of further modules.
+        for_cuda: whether the processes use GPUs.
     """
-    # A package that asks at import whether there is a GPU, as accelerate does, would spoil it for the forks:
-    # unless PyTorch asks the driver's management library, the question alone starts CUDA in the server.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     imported = [name for name in sys.modules if name.partition(".")[0] == "flatfsdp"]
+    if for_cuda:
+        # They import other libraries, some of which start CUDA; a process that has done so must not fork.
+        imported = [name for name in imported if not name.startswith("flatfsdp.compat")]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", *imported, *preload])
     return context
 
 
-def start_and_join(function: Callable[..., None], processes: int, *args: Any) -> None:
+def start_and_join(function: Callable[..., None], processes: int, *args: Any, for_cuda: bool = False) -> None:
     """`torch.multiprocessing.spawn` with processes of the fork server: calls `function(index, *args)`."""
-    mp.start_processes(function, args, processes, start_method=fork_server().get_start_method())
+    method = fork_server(for_cuda=for_cuda).get_start_method()
+    mp.start_processes(function, args, processes, start_method=method)
 
 
 def _started(

@@ -30,6 +30,7 @@ from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule, UnitState
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
@@ -109,6 +110,8 @@ def build_unit(
         )
         unit.add(group)
         attach_targets(group)
+    for _, owner in own_modules(module):
+        free_fp8_weights(owner, unit)
     mark_taken(bindings, taken)
     guard(module)
     return state

@@ -1,7 +1,7 @@
 """Real Transformer Engine layers inside FlatFSDP: the bits of the same layers, unsharded.
 
 Their weight gradients are fused into FP32 `main_grad`, as Megatron-LM runs them, in bf16 and in FP8 with
-delayed and current scaling.  The unsharded ones have FP32 master weights, and FP32 sums of all gradients.
+delayed, current and block scaling.  The unsharded ones have FP32 master weights, and FP32 sums of gradients.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def recipe_named(name: str) -> Any:
         "bf16": None,
         "delayed": recipe.DelayedScaling(amax_history_len=4),
         "current": recipe.Float8CurrentScaling(),
+        "block": recipe.Float8BlockScaling(),
     }[name]
 
 
@@ -178,7 +179,7 @@ WAYS = [("wrapped", False), ("wrapped", True), ("in place", False), ("in place",
 """How the model is sharded, and `optimize_backward_concat`."""
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
 @pytest.mark.parametrize("cached", [False, True], ids=["cast-each", "cast-first"])
 @pytest.mark.parametrize("count", [1, 4], ids=["m1", "m4"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -201,6 +202,27 @@ def test_bits_are_those_of_unsharded_layers(rank: int, recipe: str, cached: bool
             state = checkpoint.full_state_dict(run.model)
             parameters = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
             assert differing(parameters, masters) == [], where
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(backend="nccl")
+def test_fp8_weights_are_freed_with_the_parameters(rank: int, recipe: str) -> None:
+    weights = sum(p.numel() for p in Stack(torch.bfloat16, recipe).parameters() if p.dim() == 2)
+
+    def held(reshard: bool) -> int:
+        """Bytes between a forward and its backward that were not there before."""
+        forget()
+        run = Sharded("in place", recipe, reshard_after_forward=reshard)
+        run.step(0, 1, False)
+        before = torch.cuda.memory_allocated()
+        loss = run.model(*batches(1, 1), None)
+        found = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return found
+
+    # One byte for the values and one for their transpose.
+    assert held(False) - held(True) >= 1.9 * weights
 
 
 @pytest.mark.parametrize("way", ["wrapped", "in place"])

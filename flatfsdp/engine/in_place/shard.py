@@ -24,7 +24,7 @@ from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, requi
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
-from flatfsdp.engine.in_place.transformer_engine import let_compute
+from flatfsdp.engine.transformer_engine import let_compute
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 

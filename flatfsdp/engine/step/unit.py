@@ -36,6 +36,7 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
+from flatfsdp.engine.step.derived import DerivedWeights
 from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
@@ -80,6 +81,7 @@ class Unit:
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         reshards_after_forward: whether parameters are freed between forward and backward.
         writes: check for in-place writes to gathered parameters.
+        derived: what layers make of gathered parameters, and autograd saves.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
@@ -90,6 +92,7 @@ class Unit:
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck()
+        self.derived = DerivedWeights()
         # By running backward: one that reentrant checkpointing nests in another counts separately.
         self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
@@ -112,6 +115,10 @@ class Unit:
         """Whether some parameter is not gathered."""
         return any(group.state is ShardState.SHARDED for group in self.groups)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in the memory of the gathered parameters."""
+        return any(group.holds(tensor) for group in self.groups)
+
     # ---- parameters -------------------------------------------------------------------------------------
 
     def unshard(self, action: Action) -> None:
@@ -125,8 +132,9 @@ class Unit:
             group.params.show()
 
     def reshard(self) -> None:
-        """Frees the gathered parameters."""
+        """Frees the gathered parameters, and what layers have made of them."""
         if not self.is_kept:
+            self.derived.free()
             reshard(self.groups)
 
     def expire(self) -> None:
@@ -260,6 +268,7 @@ class Unit:
         for group in self.groups:
             # A recomputation inside the module reads the parameters again.
             group.params.show()
+        self.derived.restore()
 
     @property
     def backward_done(self) -> bool:

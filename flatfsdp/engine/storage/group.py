@@ -46,7 +46,7 @@ from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
-from flatfsdp.torch_private import uses_of_memory
+from flatfsdp.torch_private import shares_memory, uses_of_memory
 
 Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
 """Function of (master shard, the parameters it was filled from) that cuts one portion for each of them."""
@@ -509,6 +509,12 @@ class FlatGroup:
         self._joined_step = -1
         if self.main_grad is not None:
             self.main_grad.drop()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in the memory of the gathered parameters."""
+        if self.buffer is not None:
+            return self.buffer.holds(tensor)
+        return shares_memory(tensor, self.compute_shard.tensor.untyped_storage())
 
     def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
         """Parameters of the original shapes that alias a whole buffer, in slot order."""

@@ -1,0 +1,127 @@
+"""Transformer Engine's modules in a unit.
+
+Two of their methods are replaced, in the module itself:
+
+    set_activation_dtype      compares the input's dtype with those of the listed parameters, which in a model
+                              that is sharded in place are this rank's parts, in master precision
+    _get_weight_quantizers    makes the FP8 weights of a forward, which are saved for its backward: 2 bytes an
+                              element.  A unit that frees its parameters between the two frees these, too,
+                              and makes them again
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.engine.step.unit import Unit
+
+LIBRARY = "transformer_engine"
+
+
+class DtypeOfInput:
+    """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with.
+
+    A copy of the module is another module's: it has the method of its class again.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, inp: Tensor) -> None:
+        """Notes the dtype of the input.
+
+        Raises:
+            TypeError: if the module computes with parameters of another dtype.
+        """
+        module = self._module
+        if torch.is_autocast_enabled():
+            type(module).set_activation_dtype(module, inp)
+            return
+        for name, listed in module._parameters.items():
+            tensor = vars(module).get(name, listed)
+            if tensor is not None and tensor.dtype != inp.dtype:
+                raise TypeError(
+                    f"{type(module).__name__} is given {inp.dtype}, and computes with {name} in "
+                    f"{tensor.dtype}; pass Precision(compute={inp.dtype}), or cast the input"
+                )
+        module.fast_setattr("activation_dtype", inp.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DtypeOfInput:
+        return DtypeOfInput(copy.deepcopy(self._module, memo))
+
+
+class QuantizersOfWeights:
+    """In the place of a module's `_get_weight_quantizers`: tells the unit what they make.
+
+    What they make again in the backward has the scale of its forward: delayed scaling's moves on between.
+    """
+
+    def __init__(self, module: Any, unit: Unit) -> None:
+        self._module, self._unit = module, unit
+
+    def __call__(self) -> list[Any]:
+        """The quantizers of one forward, or None where a weight is not quantized."""
+        quantizers = type(self._module)._get_weight_quantizers(self._module)
+        if not self._unit.reshards_after_forward:
+            return list(quantizers)
+        return [None if each is None else self._own(each) for each in quantizers]
+
+    def _own(self, quantizer: Any) -> Any:
+        own = quantizer.copy()
+        own.quantize_impl = partial(self._quantize, own)
+        return own
+
+    def _quantize(self, own: Any, weight: Tensor) -> Any:
+        # From here on it is an ordinary quantizer, and no cycle.
+        del own.quantize_impl
+        made, weight = own.quantize_impl(weight), weight.detach()
+        # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
+        if not isinstance(made, Tensor) and self._unit.holds(weight):
+            tensors, _ = made.prepare_for_saving()
+            made.restore_from_saved(tensors)
+            self._unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizersOfWeights:
+        return QuantizersOfWeights(copy.deepcopy(self._module, memo), self._unit)
+
+
+def _as_of_now(quantizer: Any) -> Any:
+    """A copy whose scale stays as it is, and whose amaxes nobody reads."""
+    copied = quantizer.copy()
+    if "scale" in vars(copied):
+        copied.scale, copied.amax = copied.scale.clone(), torch.empty_like(copied.amax)
+    return copied
+
+
+def _made(quantizer: Any, weight: Tensor) -> list[Tensor]:
+    """The large tensors of the weight, quantized."""
+    tensors, _ = quantizer.quantize_impl(weight).prepare_for_saving()
+    return _as_large(tensors, weight)
+
+
+def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
+    """The tensors with as many elements as the weight: its values, but not their scales."""
+    return [each for each in tensors if each is not None and each.numel() >= weight.numel()]
+
+
+def free_fp8_weights(module: nn.Module, unit: Unit) -> None:
+    """Has a unit free the FP8 weights that this module of Transformer Engine saves; leaves others alone."""
+    if _is_theirs(module) and hasattr(module, "_get_weight_quantizers"):
+        vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
+
+
+def let_compute(module: nn.Module) -> None:
+    """Lets a module of Transformer Engine compute in place; leaves all others alone."""
+    if _is_theirs(module) and hasattr(module, "set_activation_dtype"):
+        vars(module)["set_activation_dtype"] = DtypeOfInput(module)
+
+
+def _is_theirs(module: nn.Module) -> bool:
+    return any(base.__module__.split(".")[0] == LIBRARY for base in type(module).__mro__)
