@@ -8,6 +8,7 @@ Next: `replayed.py` compares them before each microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,15 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.group import FlatGroup, Passage
+from flatfsdp.engine.storage.group import Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
 from flatfsdp.torch_private import has_global_hooks
+
+_IS_TRAINING = attrgetter("training")
+_ADDRESS = Tensor.data_ptr
+_KIND = attrgetter("shape", "dtype")
 
 
 class Facts(NamedTuple):
@@ -30,7 +35,7 @@ class Facts(NamedTuple):
         passages: state of each flat group.
         trained: whether each group is trained.
         addresses: addresses of everything that exists outside of recordings, except buffers.
-        buffers: address, shape and dtype of each module's buffers.
+        buffers: addresses, shapes with dtypes, and strides of all modules' buffers.
         has_scales: whether each `Scaling` has scales; before that, tensors are cast with their own.
         ambient: settings of PyTorch and FP8 around the call.
     """
@@ -39,7 +44,7 @@ class Facts(NamedTuple):
     passages: list[Passage]
     trained: list[bool]
     addresses: list[int]
-    buffers: list[tuple[Any, ...]]
+    buffers: list[list[Any]]
     has_scales: list[bool]
     ambient: tuple[Any, ...]
 
@@ -57,6 +62,9 @@ class Surroundings:
         self._modules = list(model.modules())
         self._buffers = [module._buffers for module in self._modules if module._buffers]
         self._layers = [module for module in self._modules if isinstance(module, Countable)]
+        self._shards = [
+            shard for group in root.groups for shard in (group.master.flat, group.compute_shard.tensor)
+        ]
         self._with_own: list[Mapping[int, Any]] = []
         self._without_own: list[Mapping[int, Any]] = []
         for hooks in (hooks for module in self._modules for hooks in _hooks_of(module)):
@@ -70,22 +78,21 @@ class Surroundings:
         of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
         self._scalings: list[Scaling] = [scaling for scalings in of_layers for scaling in scalings]
         self.arenas: list[Arena] = list(dict.fromkeys(scaling.arena for scaling in self._scalings))
+        of_arenas = [tensor for arena in self.arenas for tensor in (arena.scale, arena.history)]
+        self._fixed = [*self._shards, *of_arenas]
 
     def facts(self) -> Facts:
         """The facts at this moment."""
         groups = self._root.groups
-        addresses = [address for group in groups for address in _addresses(group)]
-        for arena in self.arenas:
-            addresses += arena.scale.data_ptr(), arena.history.data_ptr()
-        found: list[tuple[Any, ...]] = []
-        for buffers in self._buffers:
-            found += [_place(buffer) for buffer in buffers.values() if buffer is not None]
+        addresses = list(map(_ADDRESS, self._fixed))
+        addresses += [0 if group.main_grad is None else group.main_grad.address for group in groups]
+        buffers = [buffer for of_one in self._buffers for buffer in of_one.values() if buffer is not None]
         return Facts(
-            [module.training for module in self._modules],
+            list(map(_IS_TRAINING, self._modules)),
             self._root.passages(),
             [group.trains for group in groups],
             addresses,
-            found,
+            [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
             [scaling.has_scales for scaling in self._scalings],
             _ambient(),
         )
@@ -108,17 +115,6 @@ def _hooks_of(module: nn.Module) -> Iterator[Any]:
     yield module._forward_pre_hooks
     yield module._backward_hooks
     yield module._backward_pre_hooks
-
-
-def _addresses(group: FlatGroup) -> Iterator[int]:
-    yield group.master.flat.data_ptr()
-    yield group.compute_shard.tensor.data_ptr()
-    if group.main_grad is not None:
-        yield group.main_grad.address
-
-
-def _place(buffer: Tensor) -> tuple[Any, ...]:
-    return buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
 
 
 def _ambient() -> tuple[Any, ...]:

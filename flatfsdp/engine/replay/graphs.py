@@ -39,15 +39,18 @@ class Graphs:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
+        self._begins, self._ends = torch.cuda.Event(), torch.cuda.Event()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Context that launches on the stream of the graphs, in order with the caller's stream."""
         caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(caller)
+        self._begins.record(caller)
+        self._begins.wait(self._stream)
         with torch.cuda.stream(self._stream):
             yield
-        caller.wait_stream(self._stream)
+        self._ends.record(self._stream)
+        self._ends.wait(caller)
 
     def record(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
         """Records what the function launches, without running it; returns the graph and the result.

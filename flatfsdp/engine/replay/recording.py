@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
@@ -46,7 +47,7 @@ class Recording:
         root: Root,
         arenas: Sequence[Arena],
         run: Callable[[Sequence[Tensor]], Outputs],
-        inputs: Sequence[Tensor],
+        inputs: list[Tensor],
     ) -> None:
         self._root = root
         self._inputs = inputs
@@ -79,10 +80,10 @@ class Recording:
         self._root.reducer.publish_kept(self._reduced)
         return _copies(self.outputs)
 
-    def replay(self, inputs: Sequence[Tensor]) -> Outputs:
+    def replay(self, inputs: list[Tensor]) -> Outputs:
         """Runs another microbatch of the same kind and shape; returns copies of its outputs."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+        if inputs:
+            torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self._graph.replay()
         self._renew()
         if (region := current_region()) is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -91,11 +91,10 @@ class Kind(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Key of a recording: place in the step, structure, and each input's shape and dtype, or value."""
+    """Key of a recording: place in the step, and a description of the arguments from `_describe`."""
 
     kind: Kind
-    structure: str
-    inputs: tuple[Any, ...]
+    arguments: Hashable
 
 
 class Call(NamedTuple):
@@ -150,12 +149,12 @@ class Replayed(Generic[P, R]):
         root = root_of(self._model)
         if root.in_forward:
             raise RuntimeError("a replayed microbatch inside a forward of the model")
-        call = Call(*tree_flatten((args, kwargs)))
-        tensors, described = _described(call.leaves)
+        tensors: list[Tensor] = []
+        arguments = _describe((args, kwargs), tensors)
         kind = Kind(root.microbatch.index == 0, root.microbatch.is_last)
         self._has_sums = self._has_sums or not (kind.is_first and kind.is_last)
         with self._graphs.beside():
-            return self._run(self._graphs, root, Key(kind, str(call.structure), described), call, tensors)
+            return self._run(self._graphs, root, Key(kind, arguments), (args, kwargs), tensors)
 
     def release(self) -> None:
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
@@ -164,7 +163,7 @@ class Replayed(Generic[P, R]):
                 seen.recording[1].release()
         self._seen.clear()
 
-    def _run(self, graphs: Graphs, root: Root, key: Key, call: Call, tensors: list[Tensor]) -> R:
+    def _run(self, graphs: Graphs, root: Root, key: Key, arguments: Any, tensors: list[Tensor]) -> R:
         if self._surroundings is None:
             self._surroundings = Surroundings(root, self._model)
             root.pools.add(graphs)
@@ -174,9 +173,11 @@ class Replayed(Generic[P, R]):
         surroundings = self._surroundings
         root.look_before_replayable()
         facts = surroundings.facts()
-        seen = self._seen.setdefault(key, _Seen())
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = _Seen()
+            self._forget_unused()
         self._seen.move_to_end(key)
-        self._forget_unused()
         reason = surroundings.why_not(is_last=key.kind.is_last)
         if reason is not None:
             self._say(reason)
@@ -187,6 +188,7 @@ class Replayed(Generic[P, R]):
             # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = None, 0
             return self._results(recording.replay(tensors), seen)
+        call = Call(*tree_flatten(arguments))
         for unit in root.units:
             unit.keep_addresses(of_sums=self._has_sums)
         facts = surroundings.facts()
@@ -261,22 +263,29 @@ class Replayed(Generic[P, R]):
             logger.warning("microbatches are run eagerly, not replayed: %s", reason)
 
 
-def _described(leaves: Sequence[Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """Splits arguments into tensors and the part of all arguments that selects a recording."""
-    tensors: list[Tensor] = []
-    described: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            described.append((type(leaf), leaf))
-            continue
-        if leaf.requires_grad:
+def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
+    """What of an argument selects a recording: structure, shapes and dtypes, and values that are no tensors.
+
+    Args:
+        tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.
+    """
+    if isinstance(value, Tensor):
+        if value.requires_grad:
             raise ValueError(
                 "an argument of a replayed microbatch requires a gradient, which a replay would not compute; "
                 "detach it"
             )
-        tensors.append(leaf)
-        described.append((leaf.shape, leaf.dtype))
-    return tensors, tuple(described)
+        tensors.append(value)
+        return value.shape, value.dtype
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([_describe(each, tensors) for each in value])
+    if kind is dict:
+        return kind, tuple([(key, _describe(each, tensors)) for key, each in value.items()])
+    leaves, structure = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return kind, value
+    return str(structure), tuple([_describe(each, tensors) for each in leaves])
 
 
 def _checked(model: nn.Module) -> UnitModule:

@@ -338,7 +338,7 @@ class MasterShard:
         """
         if self._split is None:
             self._split = Split.of(self.portions, self.flat.numel())
-        parts = grad.split(self._split.lengths)
+        parts = grad.split_with_sizes(self._split.lengths)
         return [parts[piece] for piece in self._split.portions]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -80,46 +80,56 @@ def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD
 
 
 class _Watched(NamedTuple):
-    """State of a gradient when the watch began.
+    """State of gradients when the watch began.
 
     Attributes:
-        writes: number of times it had been zeroed; for a user's tensor, its version; for a marker, None.
+        grads: gradient of each parameter.
+        writes: for each, the number of times it had been zeroed; for a user's tensor, its version; for a
+            marker, None.
+        are_markers: whether all are markers.
     """
 
-    parameter: nn.Parameter
-    grad: Tensor
-    writes: int | None
+    parameters: Sequence[nn.Parameter]
+    grads: Sequence[Tensor]
+    writes: Sequence[int | None]
+    are_markers: bool
+
+
+_GRAD_OF = attrgetter("grad")
+_NOTHING = _Watched((), (), (), True)
 
 
 class UnreducedMarks:
     """Watches `.grad` of some parameters from the end of one backward to the next."""
 
     def __init__(self) -> None:
-        self._watched: list[_Watched] = []
-        self._markers: list[tuple[nn.Parameter, Unreduced]] = []
+        self._watched = _NOTHING
+        self._marked: Sequence[nn.Parameter] = ()
+        self._markers: Sequence[Unreduced] = ()
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
         parameters = list(parameters)
         markers = self._markers_of(parameters)
-        self._watched.clear()
-        for parameter, marker in zip(parameters, markers, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                grad = parameter.grad = marker
-            self._watched.append(_Watched(parameter, grad, _writes(grad)))
+        grads = list(map(_GRAD_OF, parameters))
+        for index, (parameter, marker) in enumerate(zip(parameters, markers, strict=True)):
+            if grads[index] is None:
+                grads[index] = parameter.grad = marker
+        writes = list(map(_writes, grads))
+        self._watched = _Watched(
+            parameters, grads, writes, are_markers=not any(w is not None for w in writes)
+        )
 
     def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
         """Markers, one a parameter, kept for the next time."""
-        known = [parameter for parameter, _ in self._markers]
-        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
-            self._markers = [(parameter, Unreduced.of(parameter)) for parameter in parameters]
-        return [marker for _, marker in self._markers]
+        if len(self._marked) != len(parameters) or not all(map(is_, self._marked, parameters)):
+            self._marked, self._markers = parameters, [Unreduced.of(parameter) for parameter in parameters]
+        return self._markers
 
     @property
     def is_on(self) -> bool:
         """Whether markers are watched for."""
-        return bool(self._watched)
+        return bool(self._watched.parameters)
 
     @property
     def were_zeroed(self) -> bool:
@@ -128,10 +138,11 @@ class UnreducedMarks:
         Raises:
             RuntimeError: if only some of them were.
         """
-        # The common case, unchanged markers, without calls: this runs in every microbatch.
-        if all(parameter.grad is grad and writes is None for parameter, grad, writes in self._watched):
+        parameters, grads, writes, are_markers = self._watched
+        # The common case, unchanged markers, without a loop in Python: this runs in every microbatch.
+        if are_markers and all(map(is_, map(_GRAD_OF, parameters), grads)):
             return False
-        zeroed = [_was_zeroed(each) for each in self._watched]
+        zeroed = list(map(_was_zeroed, parameters, grads, writes))
         if not any(zeroed):
             return False
         if not all(zeroed):
@@ -144,10 +155,10 @@ class UnreducedMarks:
 
     def stop(self) -> None:
         """Removes the markers."""
-        for parameter, grad, _ in self._watched:
+        for parameter, grad in zip(self._watched.parameters, self._watched.grads, strict=True):
             if parameter.grad is grad and isinstance(grad, Unreduced):
                 parameter.grad = None
-        self._watched.clear()
+        self._watched = _NOTHING
 
 
 def _writes(grad: Tensor) -> int | None:
@@ -156,8 +167,7 @@ def _writes(grad: Tensor) -> int | None:
     return grad.zeroings if isinstance(grad, ShardGrad) else grad._version
 
 
-def _was_zeroed(watched: _Watched) -> bool:
-    parameter, grad, writes = watched
+def _was_zeroed(parameter: nn.Parameter, grad: Tensor, writes: int | None) -> bool:
     if parameter.grad is not grad:
         return True
     if _writes(grad) == writes:
