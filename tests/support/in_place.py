@@ -18,7 +18,7 @@ def cut_by_hand(model: UnitModule) -> dict[str, nn.Parameter]:
             master = group.master
             shapes = (slot.shape for slot in master.layout.slots)
             originals = [nn.Parameter(torch.empty(shape), requires_grad=group.trains) for shape in shapes]
-            master.portions = cut(master, originals)
+            master.divide(cut(master, originals))
             attach_targets(group)
             for slot, portion in zip(master.layout.slots, master.portions, strict=True):
                 views[prefix + slot.name] = portion.parameter

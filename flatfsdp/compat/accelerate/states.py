@@ -91,7 +91,7 @@ def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimize
 def _updated(model: nn.Module) -> set[nn.Parameter]:
     """Tensors of a sharded model that an optimizer may update: parameters, or cuts by `param_groups`."""
     masters = [group.master for _, group in named_groups(model)]
-    return {portion.parameter for master in masters for portion in master.portions} | {*model.parameters()}
+    return {parameter for master in masters for parameter in master.parameters} | {*model.parameters()}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

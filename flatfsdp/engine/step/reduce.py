@@ -279,8 +279,8 @@ class Reducer:
             if added:
                 self._ledger.add("accumulate", 3 * added * grad.element_size())
         for group, _ in self._reduced:
-            for portion in group.master.portions:
-                run_post_accumulate_hooks(portion.parameter)
+            for parameter in group.master.parameters:
+                run_post_accumulate_hooks(parameter)
 
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()

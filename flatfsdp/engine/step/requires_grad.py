@@ -16,7 +16,11 @@ not on what has landed here.  For other groups nothing is allocated, launched or
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from flatfsdp.engine.storage.group import FlatGroup
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def follow_requires_grad(group: FlatGroup) -> None:
@@ -26,7 +30,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
         RuntimeError: if the group cannot be trained, or only some of its parameters were changed.
     """
     trains = group.trains
-    mixed = [each.requires_grad for each in group.flagged]
+    mixed = list(map(_REQUIRES_GRAD, group.flagged))
     if len(set(mixed)) > 1:
         slot = group.layout.slots[mixed.index(not trains)]
         raise RuntimeError(
@@ -45,7 +49,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
             )
         group.open_main_grad()
     group.params.follow(trains)
-    for parameter in (group.master.flat, *(portion.parameter for portion in group.master.portions)):
+    for parameter in (group.master.flat, *group.master.parameters):
         parameter.requires_grad_(trains)
 
 
@@ -64,7 +68,7 @@ def require_one_flag(group: FlatGroup) -> None:
         raise RuntimeError(
             f"requires_grad of parameter {group.prefix}{name} was set to {not trains} by itself; {way_out}"
         )
-    if any(portion.parameter.requires_grad != trains for portion in group.master.portions):
+    if any(parameter.requires_grad != trains for parameter in group.master.parameters):
         raise RuntimeError(
             f"requires_grad of an optimizer's portion of unit {group.name} was set to {not trains} by "
             f"itself; {way_out}"

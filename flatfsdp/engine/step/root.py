@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -37,6 +38,8 @@ from flatfsdp.policy import Prefetch
 from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
+
+_HOOKS = attrgetter("_backward_hooks")
 
 
 class MemoryPool(Protocol):
@@ -192,8 +195,9 @@ class Root:
     def _require_no_hooks(self) -> None:
         """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
-            for number, portion in enumerate(group.master.portions):
-                if portion.parameter._backward_hooks:
+            hooks = list(map(_HOOKS, group.master.parameters))
+            for number, of_parameter in enumerate(hooks if any(hooks) else ()):
+                if of_parameter:
                     name = group.prefix + group.master.portion_name(number)
                     raise RuntimeError(
                         f"parameter {name} has a tensor hook (register_hook), which would never run: it is "

@@ -150,7 +150,7 @@ class FlatGroup:
         self.master = self._filled_master(originals, device)
         if cut is not None:
             self.master.divide(cut(self.master, originals))
-            binding.list([portion.parameter for portion in self.master.portions])
+            binding.list(self.master.parameters)
         own = compute_tensor(self.master, dtype)
         self.buffer = self._new_buffer(dtype)
         # One rank holds everything: the compute shard already is the unsharded buffer.
@@ -489,7 +489,7 @@ class FlatGroup:
     def watch_unreduced(self) -> None:
         """Starts watching for an optimizer's `zero_grad()`, which is to drop accumulated gradients."""
         if self.takes_part:
-            self._marks.start(portion.parameter for portion in self.master.portions)
+            self._marks.start(self.master.parameters)
             self.microbatch.call_at_end_of_step(self._marks.stop)
 
     @property

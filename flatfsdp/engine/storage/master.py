@@ -42,6 +42,8 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
         )
 
 
+_ADDRESS = Tensor.data_ptr
+
 Version = tuple[int, int]
 """Version of a master shard; changes whenever its values may have changed."""
 
@@ -92,8 +94,8 @@ class MasterShard:
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         portions: parts that the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a
-            model
-            that is sharded in place, one view for each slot.
+            model that is sharded in place, one view for each slot.
+        parameters: the parameters of the portions, in the same order.
         places: places of the portions in the model, for their gradients; empty before the model is used.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         identify: function that gives the identity a collective carries; None before the model is used.
@@ -122,12 +124,12 @@ class MasterShard:
         else:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.portions: Sequence[Portion] = [Portion(self.flat, 0, numel)]
         self.places: Sequence[Place] = ()
         self._number: tuple[GradNorms, int] | None = None
         self._split: Split | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
+        self.divide([Portion(self.flat, 0, numel)])
         self.stages = ALONE
         self.generation = 0
         self.is_average = False
@@ -141,15 +143,11 @@ class MasterShard:
     @property
     def has_moved(self) -> bool:
         """Whether the shard, or a portion, was given other memory than is cast and gathered."""
-        size, memory = self.flat.element_size(), self.flat.untyped_storage().data_ptr()
-        return self.flat.data_ptr() != self._address or any(
-            parameter.data_ptr() != self._address + start * size
-            if stop > start
-            # An empty portion has no address of its own, and has moved on all ranks or none.
-            else parameter.untyped_storage().data_ptr() != memory
-            for parameter, start, stop in self.portions
-            if parameter is not self.flat
-        )
+        if list(map(_ADDRESS, self._with_memory)) != self._addresses:
+            return True
+        # An empty portion has no address of its own, and has moved on all ranks or none.
+        memory = self.flat.untyped_storage().data_ptr()
+        return any(empty.untyped_storage().data_ptr() != memory for empty in self._empty)
 
     @property
     def version(self) -> Version:
@@ -175,6 +173,16 @@ class MasterShard:
     def divide(self, portions: Sequence[Portion]) -> None:
         """Makes these portions what the optimizer has from now on."""
         self.portions = portions
+        self.parameters = [portion.parameter for portion in portions]
+        others = [portion for portion in portions if portion.parameter is not self.flat]
+        self._empty = [parameter for parameter, start, stop in others if start == stop]
+        filled = [
+            Portion(self.flat, 0, self.flat.numel()),
+            *(each for each in others if each.start < each.stop),
+        ]
+        self._with_memory = [portion.parameter for portion in filled]
+        size = self.flat.element_size()
+        self._addresses = [self._address + portion.start * size for portion in filled]
         self._place()
 
     def number_in(self, norms: GradNorms, number: int) -> None:

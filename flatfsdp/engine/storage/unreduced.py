@@ -15,7 +15,8 @@ PyTorch has no hook for `zero_grad()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class _Watched(NamedTuple):
     Attributes:
         grads: gradient of each parameter.
         writes: for each, the number of times it had been zeroed; for a user's tensor, its version; for a
-            marker, None.
+            marker, None.  Empty if all are markers.
         are_markers: whether all are markers.
     """
 
@@ -107,18 +108,16 @@ class UnreducedMarks:
         self._marked: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
 
-    def start(self, parameters: Iterable[nn.Parameter]) -> None:
+    def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
-        parameters = list(parameters)
         markers = self._markers_of(parameters)
+        for parameter, marker in zip(parameters, markers, strict=True):
+            if parameter.grad is None:
+                parameter.grad = marker
         grads = list(map(_GRAD_OF, parameters))
-        for index, (parameter, marker) in enumerate(zip(parameters, markers, strict=True)):
-            if grads[index] is None:
-                grads[index] = parameter.grad = marker
-        writes = list(map(_writes, grads))
-        self._watched = _Watched(
-            parameters, grads, writes, are_markers=not any(w is not None for w in writes)
-        )
+        are_markers = all(map(is_, grads, markers))
+        writes = () if are_markers else list(map(_writes, grads))
+        self._watched = _Watched(parameters, grads, writes, are_markers)
 
     def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
         """Markers, one a parameter, kept for the next time."""
@@ -142,7 +141,7 @@ class UnreducedMarks:
         # The common case, unchanged markers, without a loop in Python: this runs in every microbatch.
         if are_markers and all(map(is_, map(_GRAD_OF, parameters), grads)):
             return False
-        zeroed = list(map(_was_zeroed, parameters, grads, writes))
+        zeroed = list(map(_was_zeroed, parameters, grads, writes or repeat(None)))
         if not any(zeroed):
             return False
         if not all(zeroed):
