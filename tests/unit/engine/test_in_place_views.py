@@ -63,7 +63,7 @@ def test_starts_ascend_and_portions_are_disjoint(size: int) -> None:
 def test_a_view_is_the_shard_and_counts_its_writes() -> None:
     """Also an empty one, so that all ranks count alike."""
     master, portions = portions_of(1, 3)
-    master.portions = portions
+    master.divide(portions)
     assert {portion.parameter.numel() > 0 for portion in portions} == {True, False}
     for parameter, start, stop in portions:
         version = master.version
