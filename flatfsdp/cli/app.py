@@ -197,7 +197,7 @@ def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) ->
         return tuple(wanted)
     if is_given and Switch.replay in wanted:
         raise ValueError(
-            "--switch replay needs a GPU for each rank: on CPUs flatfsdp.replayed runs everything eagerly, "
+            "--switch replay needs GPUs: on CPUs flatfsdp.replayed runs everything eagerly, "
             "and both runs would be the same"
         )
     return tuple(switch for switch in wanted if switch is not Switch.replay)

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from flatfsdp.comm.gpus import take_gpu
+
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
@@ -35,11 +37,16 @@ TIMEOUT = timedelta(seconds=300)
 
 
 class Device(str, Enum):
-    """Device of the ranks; `auto` uses GPUs if there is one for each rank."""
+    """Device of the ranks.
+
+    auto: GPUs if there is one for each rank, or else the CPU; cuda: one GPU for each rank; shared_cuda: GPUs,
+    of which several ranks may share one, to see with few GPUs that a program for many is right.
+    """
 
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+    shared_cuda = "shared-cuda"
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,15 @@ class Launch:
             )
         if self.world < 1:
             raise ValueError(f"ranks is {self.world}; it must be at least 1")
-        if self.device is Device.cuda and torch.cuda.device_count() < self.local_world:
+        gpus = torch.cuda.device_count()
+        if self.device is Device.cuda and gpus < self.local_world:
+            way_out = "; --device shared-cuda lets ranks share them" if gpus else ""
             raise ValueError(
-                f"--device cuda needs one GPU for each of {self.local_world} ranks; "
-                f"this machine has {torch.cuda.device_count()}"
+                f"--device cuda needs one GPU for each of {self.local_world} ranks; this machine has "
+                f"{gpus}{way_out}"
             )
+        if self.device is Device.shared_cuda and gpus == 0:
+            raise ValueError("--device shared-cuda needs a GPU, and this machine has none")
 
     @property
     def world(self) -> int:
@@ -92,6 +103,8 @@ class Launch:
 
     def use_cuda(self) -> bool:
         """Whether ranks run on GPUs."""
+        if self.device is Device.shared_cuda:
+            return True
         return self.device is not Device.cpu and torch.cuda.device_count() >= self.local_world
 
 
@@ -168,9 +181,7 @@ def _on_rank(
         # cuBLAS reads it when CUDA starts, so set it before anything below.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda", local) if launch.use_cuda() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = take_gpu(local) if launch.use_cuda() else torch.device("cpu")
     # The ranks are the parallelism; a thread per core in each would mostly wait for the others' threads.
     torch.set_num_threads(1)
     dist.init_process_group(

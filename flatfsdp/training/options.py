@@ -35,7 +35,12 @@ Ranks = Annotated[
     int | None,
     typer.Option(min=1, help="Processes to start; 2 if left out. Under torchrun: torchrun's own."),
 ]
-OnDevice = Annotated[Device, typer.Option("--device", help="auto takes the GPUs if there is one a rank.")]
+OnDevice = Annotated[
+    Device,
+    typer.Option(
+        "--device", help="auto takes the GPUs if there is one a rank; with shared-cuda ranks may share GPUs."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")]
 
 # ---- a Llama, and how ranks share it ----------------------------------------------------------------------

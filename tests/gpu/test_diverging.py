@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.models import Block
 from tests.support.ranks import run_ranks, stop_pools
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 WIDTH = 20
 
 
@@ -107,7 +105,6 @@ def test_all_ranks_raise(what: str, reshard: bool) -> None:
         check(endings)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 def test_ranks_of_other_rows_raise_too() -> None:
     for endings in run_ranks(4, each_case, ["order", "evaluation"], True, True, backend="nccl"):
         check(endings)

@@ -16,14 +16,12 @@ from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import mesh_of
 from tests.support.models import same
 from tests.support.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 CONFIG = LlamaConfig(3, 1024, 2816, heads=8, kv_heads=4, vocab=4096, seq=512)
 BF16 = Precision(compute=torch.bfloat16)
 STORED = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())

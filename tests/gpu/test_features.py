@@ -13,16 +13,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
 from tests.support.gpu.waiting import without_synchronisation
 from tests.support.models import repeatable, same, same_trace
 from tests.support.ranks import on_ranks, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
-NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+pytestmark = NEEDS_GPU
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
@@ -55,7 +52,6 @@ def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool)
     assert model.ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
 
 
-@NEEDS_FOUR
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
@@ -80,7 +76,6 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
     assert all(equal.values()), equal
 
 
-@NEEDS_FOUR
 @on_ranks(4, backend="nccl")
 def test_hybrid_sharding_trains_like_plain_sharding(rank: int) -> None:
     """The mean over rows and columns is the mean over all ranks, up to the order of additions."""
@@ -124,7 +119,7 @@ def load(rank: int, world_size: int, folder: str, form: str) -> None:
 
 
 def test_checkpoints_move_between_world_sizes(tmp_path: Path) -> None:
-    most = min(torch.cuda.device_count(), 4)
+    most = 4
     run_ranks(most, save, str(tmp_path), backend="nccl")
     for world_size in range(1, most + 1):
         for form in ("rank 0", "sharded", "offloaded"):

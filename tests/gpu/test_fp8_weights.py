@@ -1,4 +1,4 @@
-"""Weights stored in FP8: the collectives that NCCL runs in one step.  Needs two GPUs."""
+"""Weights stored in FP8: the collectives that NCCL runs in one step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import AdamW
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import WORLD_SIZES
 from tests.support.ranks import on_ranks, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 
 LAYERS, MICROBATCHES, HIDDEN, TOKENS = 3, 2, 256, 128
 

@@ -11,14 +11,12 @@ from flatfsdp import Precision
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import SmallPipeline, in_one_process, mesh_of
 from tests.support.models import same
 from tests.support.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 TP = pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
 SCHEDULES = get_args(ScheduleName)
 LARGER = LlamaConfig(4, 1024, 2816, heads=8, kv_heads=4, vocab=4096, seq=512)

@@ -1,4 +1,4 @@
-"""The same engine on CUDA streams and NCCL, and beside fairscale's.  Needs two GPUs."""
+"""The same engine on CUDA streams and NCCL, and beside fairscale's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.models.gpt import GPT, MLP
+from tests.support.gpu.marks import NEEDS_GPU, one_gpu_each
 from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 from tests.support.models import repeatable, same, same_trace
 from tests.support.ranks import on_ranks, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
@@ -88,7 +86,8 @@ def test_fp32_equals_fairscale_bit_for_bit_on_two_ranks(reshard: bool) -> None:
         assert all(result.values()), result
 
 
-@on_ranks(2, backend="nccl")
+@one_gpu_each(2)
+@on_ranks(backend="nccl")
 def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
     """Kernel intervals of a step, after two of warm-up; the model itself concatenates nothing."""
     model = auto_wrap(

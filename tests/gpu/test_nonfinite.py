@@ -20,14 +20,13 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
 from tests.support.fp8_training import same_on_all_ranks
-from tests.support.gpu.marks import FP8_GEMMS
+from tests.support.gpu.marks import FP8_GEMMS, one_gpu_each
 from tests.support.gpu.waiting import without_synchronisation
 from tests.support.models import repeatable, same
 from tests.support.ranks import on_ranks
 
 pytestmark = FP8_GEMMS
-WORLD_SIZES = [n for n in (1, 2, 4) if n <= max(1, torch.cuda.device_count())]
-ON_RANKS = pytest.mark.parametrize("world_size", WORLD_SIZES)
+ON_RANKS = pytest.mark.parametrize("world_size", [1, 2, 4])
 HIDDEN, TOKENS, MICROBATCHES, STEPS = 256, 128, 2, 6
 RECIPES: dict[str, Any] = {
     "bf16": None,
@@ -257,7 +256,7 @@ def test_what_the_host_asks_of_the_runtime(
 
 
 @MODES
-@ON_RANKS
+@one_gpu_each(1, 2, 4)
 @on_ranks(backend="nccl")
 def test_the_host_is_not_held_up(rank: int, world_size: int, mode: str) -> None:
     """A step is queued behind a second of other work; "raise" waits only for the step before that work."""

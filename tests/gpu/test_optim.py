@@ -9,15 +9,12 @@ import torch
 
 from flatfsdp import Precision, microbatches
 from flatfsdp.optim import SGD, AdamW
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens
 from tests.support.models import repeatable, same
 from tests.support.ranks import on_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-WORLD_SIZE = min(2, torch.cuda.device_count())
+pytestmark = NEEDS_GPU
 
 
 @repeatable()
@@ -41,7 +38,7 @@ def trained(
 
 
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-@on_ranks(WORLD_SIZE, backend="nccl")
+@on_ranks(2, backend="nccl")
 def test_it_trains_as_pytorchs_adamw_does(rank: int, precision: Precision) -> None:
     ours, theirs = (
         trained(rank, lambda p, kind=kind: kind(p, lr=1e-3), precision=precision)[0]
@@ -52,7 +49,7 @@ def test_it_trains_as_pytorchs_adamw_does(rank: int, precision: Precision) -> No
 
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-@on_ranks(WORLD_SIZE, backend="nccl")
+@on_ranks(2, backend="nccl")
 def test_the_optimizer_writes_the_copy_that_the_engine_would(rank: int, reshard: bool) -> None:
     results = [
         trained(rank, AdamW, is_told=is_told, precision=BF16, reshard_after_forward=reshard)
@@ -66,7 +63,7 @@ def test_the_optimizer_writes_the_copy_that_the_engine_would(rank: int, reshard:
     [(AdamW, {"lr": 1e-3, "weight_decay": 0.1}), (SGD, {"lr": 0.125, "momentum": 0.9})],
     ids=["AdamW", "SGD"],
 )
-@on_ranks(WORLD_SIZE, backend="nccl")
+@on_ranks(2, backend="nccl")
 def test_a_step_on_the_host_has_the_same_bits(rank: int, kind: Any, options: dict[str, Any]) -> None:
     """The norm limit is never reached: the norm's last bits depend on the device."""
     results = [

@@ -17,14 +17,12 @@ import torch.distributed as dist
 
 from flatfsdp import Precision
 from flatfsdp.comm.streams import SideStream
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
 from tests.support.models import Trace, repeatable, same_trace
 from tests.support.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 REPETITIONS = 10
 CYCLES = 2_000_000
 """The longest delay: a millisecond, several times the duration of a unit of the small model."""

@@ -19,14 +19,15 @@ from tests.support.replaying.cases import CASES, HUGGING_FACE, Case, batch
 from tests.support.replaying.search import replays_of
 from tests.support.replaying.steps import EVENTS, Step, evaluation, steps_of, trained
 
-pytestmark = [
-    *FP8_GEMMS,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = FP8_GEMMS
+
+
+def device_of_rank() -> str:
+    return f"cuda:{torch.cuda.current_device()}"
 
 
 def compare(case: Case, rank: int, steps: list[Step]) -> None:
-    device = f"cuda:{rank}"
+    device = device_of_rank()
     expected = trained(case, rank, False, steps, device)
     found = trained(case, rank, True, steps, device)
     assert found.has_bits_of(expected)
@@ -34,7 +35,7 @@ def compare(case: Case, rank: int, steps: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@on_ranks(2, backend="nccl")
+@on_ranks(1, 2, 4, backend="nccl", timeout=240.0)
 def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
     compare(case, rank, steps_of(case, steps=20))
 
@@ -56,14 +57,15 @@ def test_what_happens_between_steps(rank: int, event: str) -> None:
 @pytest.mark.parametrize("first", range(0, 200, 20))
 @on_ranks(2, backend="nccl", timeout=240.0)
 def test_at_random(rank: int, first: int) -> None:
-    assert sum(replays_of(rank, seed, f"cuda:{rank}") for seed in range(first, first + 20)) > 100
+    assert sum(replays_of(rank, seed, device_of_rank()) for seed in range(first, first + 20)) > 100
 
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed import destroy_process_group
 from flatfsdp import FlatFSDP, microbatches, replayed
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+from flatfsdp.comm.gpus import take_gpu
+take_gpu(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 model = FlatFSDP(torch.nn.Linear(64, 64).cuda(), optimize_backward_concat=True)
 step = replayed(model, lambda x: model(x).square().mean().backward())
@@ -88,7 +90,7 @@ def test_a_program_ends_whose_recordings_are_still_there(tmp_path: Path, end: st
 def train(model: Any, step: Any, rank: int, steps: int) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     for index in range(steps):
-        for x in microbatches(model, [batch(rank, index, m, device=f"cuda:{rank}") for m in range(2)]):
+        for x in microbatches(model, [batch(rank, index, m, device=device_of_rank()) for m in range(2)]):
             step(x)
         optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +99,7 @@ def train(model: Any, step: Any, rank: int, steps: int) -> None:
 @on_ranks(2, backend="nccl")
 def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int) -> None:
     case, kept = Case("", True, 2), []
-    model = case.model(f"cuda:{rank}")
+    model = case.model(device_of_rank())
     run = case.microbatch(model)
 
     def reads(x: torch.Tensor) -> float:
@@ -118,15 +120,15 @@ def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int) -> None:
 @on_ranks(2, backend="nccl")
 def test_ranks_with_other_shapes_are_named(rank: int) -> None:
     case = Case("", True, 1)
-    model = case.model(f"cuda:{rank}")
+    model = case.model(device_of_rank())
     step = replayed(model, case.microbatch(model))
     for index in range(5):
-        step(batch(rank, index, 0, device=f"cuda:{rank}"))
+        step(batch(rank, index, 0, device=device_of_rank()))
         model.zero_grad()
 
     def differs() -> None:
         for tokens in (16, 16) if rank else (32, 32):
-            step(batch(rank, 9, 0, tokens, f"cuda:{rank}"))
+            step(batch(rank, 9, 0, tokens, device_of_rank()))
             torch.cuda.synchronize()
 
     with pytest.raises(RuntimeError, match=r"ranks do not do the same.*replays a recorded microbatch"):

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers, over NCCL and over symmetric memory.  Needs two GPUs."""
+"""Tensor-parallel layers, over NCCL and over symmetric memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
 from tests.dist.layers.test_tensor_parallel import same_as_one_process
+from tests.support.gpu.marks import NEEDS_GPU, one_gpu_each
+from tests.support.gpu.models import WORLD_SIZES
 from tests.support.ranks import run_ranks
 from tests.support.split_layers import assert_all_close, complete_grad, make_pair, step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = NEEDS_GPU
 
-WORLD_SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
 SHORT = DelayedScaling(amax_history_len=4)
 RECIPES = {"delayed": SHORT, "current": CurrentScaling(), "block": BlockScaling()}
 
@@ -111,7 +109,7 @@ def in_chunks(rank: int, world_size: int, recipe: Any, error: float) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@one_gpu_each(2, 4)
 def test_overlapped_products(world_size: int, recipe: str | None) -> None:
     scaling = None if recipe is None else RECIPES[recipe]
     run(world_size, in_chunks, scaling, 1e-2 if recipe is None else 5e-2)

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, checkpoint, microbatches
 from tests.support.both_forms import sharded
+from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *NEEDS_GPU,
     pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
 ]
 
-WORLD_SIZES = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()] or [1]
+WORLD_SIZES = [1, 2, 4]
 HIDDEN, HEADS, SEQ, BATCH, STEPS = 256, 4, 128, 2, 3
 BF16 = Precision(compute=torch.bfloat16)
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+from flatfsdp.comm.gpus import take_gpu
 from flatfsdp.comm.launch import fork_server
 
 _POOLS: dict[tuple[int, str, float], Pool] = {}
@@ -115,7 +116,7 @@ def run_ranks(
     timeout: float = 120.0,
     patience: float = 30.0,
 ) -> list[Any]:
-    """With `backend="nccl"` each rank has the GPU of its number as current device.
+    """With `backend="nccl"` each rank has a GPU as current device, which ranks share if there are too few.
 
     Args:
         timeout: seconds that the case may take.
@@ -194,7 +195,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
     if backend == "nccl":
         # cuBLAS reads it when CUDA starts; `repeatable` in `models.py` needs it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(rank)
+        take_gpu(rank)
     limit = timedelta(seconds=patience)
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit
