@@ -345,6 +345,37 @@ def begin_imagined_ranks(world: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
+@contextmanager
+def random_states_by(
+    generator: torch.Generator, save: Callable[[], Tensor], restore: Callable[[Tensor], object]
+) -> Iterator[None]:
+    """Context in which the state of a GPU's default generator is saved and restored by these functions.
+
+    Activation checkpoints and `torch.random.fork_rng` look both up in `torch.cuda`, also in a backward's
+    threads.
+    """
+    get_rng_state, set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+
+    def is_of_generator(device: int | str | torch.device) -> bool:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return generator.device.index == (torch.cuda.current_device() if index is None else index)
+
+    def saved(device: int | str | torch.device = "cuda") -> Tensor:
+        return save() if is_of_generator(device) else get_rng_state(device)
+
+    def restored(new_state: Tensor, device: int | str | torch.device = "cuda") -> None:
+        if is_of_generator(device):
+            restore(new_state)
+        else:
+            set_rng_state(new_state, device)
+
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = saved, restored
+    try:
+        yield
+    finally:
+        torch.cuda.get_rng_state, torch.cuda.set_rng_state = get_rng_state, set_rng_state
+
+
 def backward_within_modes(loss: Tensor) -> None:
     """Runs `loss.backward()` of a scalar with torch-function modes on, for the forwards of checkpoints in it.
 

@@ -15,7 +15,7 @@ from flatfsdp.optim import AdamW
 from tests.support.ecosystem.families import needs_transformers
 from tests.support.gpu.marks import FP8_GEMMS
 from tests.support.ranks import on_ranks
-from tests.support.replaying.cases import CASES, HUGGING_FACE, Case, batch
+from tests.support.replaying.cases import CASES, HUGGING_FACE, ON_GPUS, Case, batch, hybrid
 from tests.support.replaying.search import replays_of
 from tests.support.replaying.steps import EVENTS, Step, evaluation, steps_of, trained
 
@@ -38,6 +38,18 @@ def compare(case: Case, rank: int, steps: list[Step]) -> None:
 @on_ranks(1, 2, 4, backend="nccl", timeout=240.0)
 def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
     compare(case, rank, steps_of(case, steps=20))
+
+
+@pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: case.name)
+@on_ranks(2, backend="nccl", timeout=240.0)
+def test_blocks_that_are_compiled_or_recomputed(rank: int, case: Case) -> None:
+    compare(case, rank, steps_of(case, steps=20))
+
+
+@on_ranks(4, backend="nccl", timeout=240.0)
+def test_hybrid_sharding(rank: int) -> None:
+    case = Case("hybrid", True, 3, spread=hybrid)
+    compare(case, rank, steps_of(case, steps=12))
 
 
 @needs_transformers

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
+from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.torch_private import uses_of_memory
 
@@ -80,7 +81,11 @@ class TapeGraphs:
     def beside(self) -> Iterator[None]:
         yield
 
-    def record(self, function: Callable[[], Any]) -> tuple[TapeGraph, Any]:
+    @contextmanager
+    def watched(self) -> Iterator[RandomMoves]:
+        yield RandomMoves()
+
+    def record(self, function: Callable[[], Any], moves: RandomMoves) -> tuple[TapeGraph, Any]:
         graph = TapeGraph()
         with ExitStack() as patches:
             for name in ("_all_gather", "_reduce_scatter"):

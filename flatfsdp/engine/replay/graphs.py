@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from flatfsdp.engine.replay.random_state import RandomMoves, RecordedRandomStates, watched
 from flatfsdp.torch_private import uses_of_memory
 
 
@@ -40,6 +41,7 @@ class Graphs:
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
         self._begins, self._ends = torch.cuda.Event(), torch.cuda.Event()
+        self._generator = torch.cuda.default_generators[device.index]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -52,20 +54,32 @@ class Graphs:
         self._ends.record(self._stream)
         self._ends.wait(caller)
 
-    def record(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
+    def watched(self) -> AbstractContextManager[RandomMoves]:
+        """Context of an eager microbatch; tells what it does to the state of the generator."""
+        return watched(self._generator)
+
+    def record(self, function: Callable[[], Any], moves: RandomMoves) -> tuple[Graph, Any]:
         """Records what the function launches, without running it; returns the graph and the result.
 
         After a failure, the random numbers of earlier graphs are out of step with the generator.
+
+        Args:
+            function: runs a microbatch.
+            moves: what the same microbatch did to the state of the generator when it was eager.
         """
         graph = torch.cuda.CUDAGraph()
+        random = RecordedRandomStates(self._generator, moves)
+        for state in random.states:
+            graph.register_generator_state(state)
         # Relaxed mode: a new table of addresses is copied beside the graph.
         with (
-            _sound_generator(self._device),
+            _sound_generator(self._generator),
             _no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"),
+            random.recorded(),
         ):
             result = function()
-        return graph, result
+        return _CapturedGraph(graph, random), result
 
     @property
     def nbytes(self) -> int:
@@ -98,15 +112,28 @@ class Graphs:
         return others + aliased
 
 
+class _CapturedGraph:
+    """A CUDA graph, and the generator states that it draws from."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, random: RecordedRandomStates) -> None:
+        self._graph, self._random = graph, random
+
+    def replay(self) -> None:
+        with self._random.replayed():
+            self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph.reset()
+
+
 @contextmanager
-def _sound_generator(device: torch.device) -> Iterator[None]:
-    """Context that restores the device's generator, which a failed capture would leave captured for good."""
-    generator = torch.cuda.default_generators[device.index]
+def _sound_generator(generator: torch.Generator) -> Iterator[None]:
+    """Context that restores the generator, which a failed capture would leave captured for good."""
     before = generator.get_state()
     try:
         yield
     except BaseException:
-        fresh = torch.Generator(device)
+        fresh = torch.Generator(generator.device)
         fresh.set_state(before)
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
         raise

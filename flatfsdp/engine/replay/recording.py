@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.engine.replay.graphs import Graphs
+from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
@@ -32,6 +33,7 @@ class Recording:
     Args:
         run: runs a microbatch on the inputs, and returns its outputs.
         inputs: tensors on the device; replays read them at these addresses.
+        moves: what an eager microbatch of this kind does to the random state.
 
     Attributes:
         outputs: tensors that the next replay overwrites.
@@ -48,6 +50,7 @@ class Recording:
         arenas: Sequence[Arena],
         run: Callable[[Sequence[Tensor]], Outputs],
         inputs: list[Tensor],
+        moves: RandomMoves,
     ) -> None:
         self._root = root
         self._inputs = inputs
@@ -60,7 +63,7 @@ class Recording:
         noted = nullcontext([]) if region is None else region.noted()
         with _recorded(root, arenas), noted as self._used_in_region:
             ended = _after_one_more(root.microbatch)
-            self._graph, self.outputs = graphs.record(partial(run, inputs))
+            self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
         # The groups that an eager microbatch would leave changed; nothing has run yet.

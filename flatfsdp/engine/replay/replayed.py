@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.replay.facts import Facts, Surroundings
 from flatfsdp.engine.replay.graphs import Graphs, graphs_on
+from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.units import UnitModule, root_of
@@ -114,6 +115,7 @@ class _Seen:
         recording: the recording, with the facts for which it was made.
         outputs: structure of the function's result.
         scalings: FP8 scales that its eager runs have updated; a recording may not be the first to do so.
+        moves: what its last eager run did to the random state.
     """
 
     facts: Facts | None = None
@@ -121,6 +123,7 @@ class _Seen:
     recording: tuple[Facts, Recording] | None = None
     outputs: TreeSpec | None = None
     scalings: Sequence[Scaling] = ()
+    moves: RandomMoves | None = None
 
 
 class Replayed(Generic[P, R]):
@@ -179,6 +182,8 @@ class Replayed(Generic[P, R]):
             self._forget_unused()
         self._seen.move_to_end(key)
         reason = surroundings.why_not(is_last=key.kind.is_last)
+        if seen.moves is not None and seen.moves.reseeds:
+            reason = "the microbatch sets a random seed, which replays would not"
         if reason is not None:
             self._say(reason)
         elif seen.recording is not None and seen.recording[0] == facts:
@@ -198,7 +203,10 @@ class Replayed(Generic[P, R]):
             return self._record(graphs, root, key, call, seen, surroundings.arenas, tensors)
         root.begin_replayable((), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
-        outputs = self._call(call, seen, inputs)
+        with graphs.watched() as moves:
+            outputs = self._call(call, seen, inputs)
+        if moves != seen.moves:
+            seen.moves, seen.times = moves, 0
         seen.scalings = root.scales.noted
         surroundings.renew()
         return self._results(outputs, seen)
@@ -213,13 +221,13 @@ class Replayed(Generic[P, R]):
         arenas: Sequence[Arena],
         tensors: list[Tensor],
     ) -> R:
-        assert seen.facts is not None
+        assert seen.facts is not None and seen.moves is not None
         seen.recording = None
         self._make_room()
         root.begin_replayable(seen.scalings, Action.REPLAY, self._number(key))
         inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
         try:
-            recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
+            recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs, seen.moves)
         except BaseException:
             # The random numbers of all recordings are out of step now.
             self._seen.clear()

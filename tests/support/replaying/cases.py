@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Precision, by_class
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
+from flatfsdp.layers import convert
 from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, VOCAB, Family
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
@@ -33,6 +37,42 @@ def net() -> nn.Module:
     return nn.Sequential(Plain(), Plain(), nn.Linear(WIDTH, WIDTH))
 
 
+Change = Callable[[Any], object]
+
+
+def nothing(_model: Any) -> None:
+    pass
+
+
+def compile_blocks(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Plain) or type(module).__name__ == "LlamaDecoderLayer":
+            module.compile()
+
+
+def recompute(model: Any, **options: Any) -> None:
+    """Blocks, with their dropout, run again in the backward."""
+    for block in model.modules():
+        if isinstance(block, Plain):
+            block.forward = partial(checkpoint, block.forward, **{"use_reentrant": False, **options})  # type: ignore[method-assign]
+
+
+def recompute_layers(model: Any) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def convert_all(model: Any) -> None:
+    convert(model, filter=lambda layer, name: name != "lm_head")
+
+
+def on_all_ranks() -> dict[str, Any]:
+    return {"shard": False}
+
+
+def hybrid() -> dict[str, Any]:
+    return {"mesh": dist.init_device_mesh("cuda", (2, dist.get_world_size() // 2))}
+
+
 class Case(NamedTuple):
     """A model, and how it is sharded.
 
@@ -43,6 +83,9 @@ class Case(NamedTuple):
         stores: weights are in FP8 in the flat buffers.
         family: of Hugging Face; None for models of our own.
         poison: what is freed is overwritten.
+        built: what is done to the model before it is sharded.
+        ready: what is done to it afterwards.
+        spread: further options of sharding, made on the ranks.
     """
 
     name: str
@@ -53,6 +96,9 @@ class Case(NamedTuple):
     way: str = "wrapped"
     family: Family | None = None
     poison: bool = False
+    built: Change = nothing
+    ready: Change = nothing
+    spread: Callable[[], dict[str, Any]] = dict
 
     @property
     def policy(self) -> WrapPolicy:
@@ -63,8 +109,9 @@ class Case(NamedTuple):
             module = self.family.build()
         else:
             module = seeded(net if self.recipe is None else Stack)
+        self.built(module)
         computes_in_fp32 = self.recipe is not None and self.family is None
-        return sharded(
+        model = sharded(
             self.way,
             module.to(device),
             self.policy,
@@ -75,7 +122,10 @@ class Case(NamedTuple):
             reshard_after_forward=self.reshard,
             optimize_backward_concat=True,
             poison_on_free=self.poison,
+            **self.spread(),
         )
+        self.ready(model)
+        return model
 
     def loss(self, model: Any, x: Tensor) -> Tensor:
         with autocast(self.recipe is not None, recipe=self.recipe):
@@ -124,11 +174,28 @@ _SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1
 LLAMA = FAMILIES["Llama"]._replace(sizes={**FAMILIES["Llama"].sizes, **_SIZES})
 FUSED = LLAMA._replace(is_fused=True)
 DROPPING = LLAMA._replace(sizes={**LLAMA.sizes, "attention_dropout": 0.1})
+DROPPING_FUSED = DROPPING._replace(is_fused=True)
 HUGGING_FACE = [
     Case("Llama", True, 2, way="in place", family=LLAMA),
     Case("Llama, dropout", False, 1, way="in place", family=DROPPING),
     Case("fused", True, 4, way="in place", family=FUSED, poison=True),
-    Case("fused, dropout", True, 2, way="in place", family=DROPPING._replace(is_fused=True)),
+    Case("fused, dropout", True, 2, way="in place", family=DROPPING_FUSED),
     Case("fused, delayed", False, 3, SHORT, way="in place", family=FUSED),
     Case("fused, stored", True, 1, SHORT, True, "in place", FUSED),
+    Case("converted", True, 2, SHORT, way="in place", family=LLAMA, built=convert_all),
+    Case("compiled", True, 2, way="in place", family=LLAMA, ready=compile_blocks),
+    Case("fused, recomputed", True, 2, way="in place", family=FUSED, built=recompute_layers),
+    Case("dropout, recomputed", True, 2, way="in place", family=DROPPING_FUSED, built=recompute_layers),
+    Case("delayed, recomputed", True, 2, SHORT, way="in place", family=FUSED, built=recompute_layers),
+    Case("stored, recomputed", True, 2, SHORT, True, "in place", FUSED, built=recompute_layers),
 ]
+
+ON_GPUS = [
+    Case("compiled", True, 3, ready=compile_blocks),
+    Case("recomputed", True, 3, built=recompute),
+    Case("recomputed, ZeRO-2, in place", False, 2, way="in place", built=recompute),
+    Case("recomputed, reentrant", True, 2, built=partial(recompute, use_reentrant=True)),
+    Case("recomputed, nothing drawn again", True, 2, built=partial(recompute, preserve_rng_state=False)),
+    Case("data parallel", True, 3, spread=on_all_ranks),
+]
+"""Cases for which a tape cannot stand for a graph: it does not know how random numbers are drawn."""
