@@ -54,7 +54,7 @@ def test_hybrid_sharding(rank: int) -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("case", HUGGING_FACE, ids=lambda case: case.name)
-@on_ranks(2, backend="nccl")
+@on_ranks(2, backend="nccl", timeout=240.0, patience=120.0)
 def test_hugging_face_models(rank: int, case: Case) -> None:
     compare(case, rank, steps_of(case, evaluation, steps=20))
 
