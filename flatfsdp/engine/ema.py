@@ -102,14 +102,18 @@ class EMA:
         """
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
-        versions = self._write(self.shards)
+        self._declare()
+        self._write(self.shards)
+        versions = self._versions
         self._mark(is_inside=True)
         try:
             yield
         finally:
             self._mark(is_inside=False)
             is_written = versions != self._versions
+            # Before anything that waits for other ranks: where one of them has failed, it raises.
             self._write(trained)
+        self._declare()
         if is_written:
             raise RuntimeError(
                 "the weights were written to inside EMA.averaged(), by an optimizer's step or a load; the "
@@ -127,15 +131,16 @@ class EMA:
         # Generations would not do: a save counts them up, too.
         return [weights._version for weights in self._weights]
 
-    @torch.no_grad()
-    def _write(self, values: list[Tensor]) -> list[int]:
-        """Writes these values to the weights, on all ranks; returns the resulting versions."""
+    def _declare(self) -> None:
+        """Checks that all ranks exchange their weights now; others would gather a mixture."""
         _, first = self.groups[0]
-        # Ranks that evaluate different weights would gather a mixture.
-        declare(first.master.grid.shard, first.master.identify(Action.STORE), first.master.device)
+        declare(first.master.grid.shard, first.master.identify(Action.AVERAGE), first.master.device)
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor]) -> None:
+        """Writes these values to the weights of this rank."""
         for weights, value in zip(self._weights, values, strict=True):
             weights.copy_(value)
-        return self._versions
 
     def _mark(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside

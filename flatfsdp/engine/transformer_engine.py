@@ -11,7 +11,6 @@ Two of their methods are replaced, in the module itself:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,10 +24,7 @@ LIBRARY = "transformer_engine"
 
 
 class DtypeOfInput:
-    """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with.
-
-    A copy of the module is another module's: it has the method of its class again.
-    """
+    """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -52,44 +48,46 @@ class DtypeOfInput:
                 )
         module.fast_setattr("activation_dtype", inp.dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DtypeOfInput:
-        return DtypeOfInput(copy.deepcopy(self._module, memo))
-
 
 class QuantizersOfWeights:
     """In the place of a module's `_get_weight_quantizers`: tells the unit what they make.
 
     What they make again in the backward has the scale of its forward: delayed scaling's moves on between.
+    A copy of the module is in no unit.
     """
 
-    def __init__(self, module: Any, unit: Unit) -> None:
+    def __init__(self, module: Any, unit: Unit | None) -> None:
         self._module, self._unit = module, unit
 
     def __call__(self) -> list[Any]:
         """The quantizers of one forward, or None where a weight is not quantized."""
         quantizers = type(self._module)._get_weight_quantizers(self._module)
-        if not self._unit.reshards_after_forward:
+        unit = self._unit
+        if unit is None or not unit.reshards_after_forward:
             return list(quantizers)
-        return [None if each is None else self._own(each) for each in quantizers]
+        return [None if each is None else _own(each, unit) for each in quantizers]
 
-    def _own(self, quantizer: Any) -> Any:
-        own = quantizer.copy()
-        own.quantize_impl = partial(self._quantize, own)
-        return own
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_module": self._module, "_unit": None}
 
-    def _quantize(self, own: Any, weight: Tensor) -> Any:
-        # From here on it is an ordinary quantizer, and no cycle.
-        del own.quantize_impl
-        made, weight = own.quantize_impl(weight), weight.detach()
-        # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
-        if not isinstance(made, Tensor) and self._unit.holds(weight):
-            tensors, _ = made.prepare_for_saving()
-            made.restore_from_saved(tensors)
-            self._unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
-        return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizersOfWeights:
-        return QuantizersOfWeights(copy.deepcopy(self._module, memo), self._unit)
+def _own(quantizer: Any, unit: Unit) -> Any:
+    """A copy of the quantizer for one forward, which tells the unit what it makes."""
+    own = quantizer.copy()
+    own.quantize_impl = partial(_quantize, own, unit)
+    return own
+
+
+def _quantize(own: Any, unit: Unit, weight: Tensor) -> Any:
+    # From here on it is an ordinary quantizer, and no cycle.
+    del own.quantize_impl
+    made, weight = own.quantize_impl(weight), weight.detach()
+    # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
+    if not isinstance(made, Tensor) and unit.holds(weight):
+        tensors, _ = made.prepare_for_saving()
+        made.restore_from_saved(tensors)
+        unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
+    return made
 
 
 def _as_of_now(quantizer: Any) -> Any:

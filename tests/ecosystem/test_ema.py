@@ -16,7 +16,7 @@ from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.models import Block, Net, data
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks, run_ranks, stop_pools
 
 DECAYS = (0.5, 0.9, 0.9)
 
@@ -176,3 +176,26 @@ def test_save_pretrained_writes_the_average(rank: int) -> None:
             model.save_pretrained(folder)
         read = type(family.build()).from_pretrained(folder).state_dict()
     torch.testing.assert_close(read, {name: value + 0.5 for name, value in before.items()})
+
+
+def fails_on_rank_0(rank: int, _world_size: int) -> None:
+    model = net(rank_timeout=2.0)
+    ema, _ = trained(model, rank)
+    before = checkpoint.local_state_dict(model)
+    before = {name: value.clone() for name, value in before.items()}
+
+    def evaluate() -> None:
+        with ema.averaged():
+            if rank == 0:
+                raise KeyError("a metric")
+
+    error, words = (KeyError, "a metric") if rank == 0 else (RuntimeError, r"rank 0")
+    with pytest.raises(error, match=words):
+        evaluate()
+    assert same(checkpoint.local_state_dict(model), before)
+
+
+def test_the_trained_weights_are_back_where_one_rank_alone_fails() -> None:
+    """An emergency checkpoint has them, although ranks cannot go on together."""
+    run_ranks(2, fails_on_rank_0)
+    stop_pools()  # whose process group has ended

@@ -55,6 +55,7 @@ class Action(IntEnum):
     SCHEDULE = 19
     INPUTS = 20
     LOAD = 21
+    AVERAGE = 22
 
 
 _WORDS = {
@@ -68,6 +69,7 @@ _WORDS = {
     Action.SCALE: "scales FP8 weights",
     Action.SHOW: "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)",
     Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",
+    Action.AVERAGE: "changes between the weights of {unit} and their average (EMA.averaged)",
     Action.NORM: "takes the norm of the gradients",
     Action.BUILD: "compares what it has built",
     Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
