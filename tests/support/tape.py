@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ class TapeGraph(TorchDispatchMode):
         super().__init__()
         self._calls: list[Callable[[], None]] = []
         self._has_run = True
+        self.aliases: Counter[int] = Counter()
+        _tapes.add(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,13 +56,23 @@ class TapeGraph(TorchDispatchMode):
         is_view = made and not func._schema.is_mutable
         is_view = is_view and all(each.untyped_storage()._cdata in given for each in made)
         if not is_view and func not in EMPTY:
-            again, outputs = _aliases((args, kwargs)), [_alias(each) for each in made]
+            again, outputs = self.aliased((args, kwargs)), self.aliased(made)
             self.call(lambda: _run(func, *again, outputs))
         return result
 
     def call(self, function: Callable[[], Any]) -> None:
         """Adds what a replay calls here."""
         self._calls.append(function)
+
+    def aliased(self, tree: Any) -> Any:
+        """The same with other tensors in the same memory: a parameter changes when its unit is freed."""
+        return tree_map(self._alias, tree)
+
+    def _alias(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        self.aliases[value.untyped_storage()._cdata] += 1
+        return value.detach()
 
     def replay(self) -> None:
         """Runs everything again, except the first time."""
@@ -72,6 +85,7 @@ class TapeGraph(TorchDispatchMode):
     def reset(self) -> None:
         """Does nothing: tensors are freed with the tape."""
         self._calls.clear()
+        self.aliases.clear()
 
 
 class TapeGraphs:
@@ -108,7 +122,7 @@ def _again(graph: TapeGraph, owner: Any, name: str) -> Callable[..., Any]:
     function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        again = _aliases(args)
+        again = graph.aliased(args)
         graph.call(lambda: function(*again, **kwargs))
         with _disable_current_modes():
             return function(*args, **kwargs)
@@ -137,24 +151,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def _aliases(tree: Any) -> Any:
-    return tree_map(_alias, tree)
-
-
-def _alias(value: Any) -> Any:
-    """Tensor in the same memory: a parameter's becomes another one when its unit is freed."""
-    if not isinstance(value, Tensor):
-        return value
-    _aliases_of[value.untyped_storage()._cdata] += 1
-    return value.detach()
-
-
-_aliases_of: Counter[int] = Counter()
-"""How many tensors of tapes there are in a memory."""
+_tapes: WeakSet[TapeGraph] = WeakSet()
+"""Those that hold tensors of their own, which are no uses by others."""
 
 
 def _uses_of_memory(tensor: Tensor) -> int:
-    return uses_of_memory(tensor) - _aliases_of[tensor.untyped_storage()._cdata]
+    memory = tensor.untyped_storage()._cdata
+    return uses_of_memory(tensor) - sum(tape.aliases[memory] for tape in _tapes)
 
 
 @contextmanager
@@ -165,4 +168,3 @@ def taped() -> Iterator[None]:
         mock.patch("flatfsdp.engine.storage.group.uses_of_memory", _uses_of_memory),
     ):
         yield
-    _aliases_of.clear()
