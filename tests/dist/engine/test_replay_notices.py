@@ -131,6 +131,14 @@ def load(model: Any) -> None:
     model.load_state_dict(model.state_dict())
 
 
+def load_on_another_rank(model: Any) -> None:
+    named_groups(model)[0][1].master.generation += 1
+
+
+def values_expired(model: Any) -> None:
+    named_groups(model)[0][1].compute_shard.expire()
+
+
 def other_memory_of_a_shard(model: Any) -> None:
     flat = named_groups(model)[0][1].master.flat
     flat.data = flat.data.clone()
@@ -222,6 +230,8 @@ CHANGES: list[Change] = [
     gradients_kept_by_somebody_and_taken_away,
     write_in_place,
     load,
+    load_on_another_rank,
+    values_expired,
     other_memory_of_a_shard,
     other_memory_of_a_compute_shard,
     frozen,
