@@ -319,6 +319,11 @@ def has_global_hooks() -> bool:
     return torch.nn.modules.module._has_any_global_hook()
 
 
+def allows_tf32() -> bool:
+    """`torch.backends.cuda.matmul.allow_tf32`, without the modules and conditions on the way to it."""
+    return torch._C._get_cublas_allow_tf32()
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward is over, and drops it uncalled if that raises."""
     Variable._execution_engine.queue_callback(callback)

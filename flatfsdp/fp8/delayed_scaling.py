@@ -174,6 +174,7 @@ class Scaling:
         was_loaded: whether the buffers come from a checkpoint, possibly with another recipe.
         amaxes: where casts of each tensor record their amax, FP32 [1].
         columns: this module's columns of the arena.
+        known: whether there are scales, as in `has_scales`; None if the buffers have yet to tell.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Scaling:
         self._keys = buffer_names(direction)
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
-        self._has_scales: bool | None = False
+        self.known: bool | None = False
         self.arena: Arena
         self.amaxes: tuple[Tensor, ...]
         self._adopt(device)
@@ -219,18 +220,18 @@ class Scaling:
     @property
     def has_scales(self) -> bool:
         """Whether they were updated, here or in the run that saved them."""
-        if self._has_scales is None:
+        if self.known is None:
             scale, history = self._views
-            self._has_scales = bool(history.any() or scale.ne(1).any())
-        return self._has_scales
+            self.known = bool(history.any() or scale.ne(1).any())
+        return self.known
 
     @has_scales.setter
     def has_scales(self, value: bool) -> None:
-        self._has_scales = value
+        self.known = value
 
     def reread(self) -> None:
         """Notes that the buffers were loaded: they tell whether there are scales."""
-        self._has_scales = None
+        self.known = None
 
     def scales(self) -> tuple[Scales, ...]:
         """The current scales of this module's tensors; empty before the first update."""

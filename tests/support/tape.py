@@ -5,6 +5,8 @@ Out:  the same operators, buffers that come and go, and collectives once more, i
 
 As in a capture, the host may not read a value.  Unlike one, what is recorded has run: the first replay does
 nothing.  It shows nothing of streams, of memory that a graph uses again, or of NCCL.
+
+Where a replay relies on a count of changes instead of looking, the tape looks, too, and compares.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
+from flatfsdp.engine.replay.facts import OfGroups, Surroundings
 from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
+from flatfsdp.engine.storage.unreduced import AllMarkers
 from flatfsdp.torch_private import uses_of_memory
 
 aten = torch.ops.aten
@@ -160,11 +165,39 @@ def _uses_of_memory(tensor: Tensor) -> int:
     return uses_of_memory(tensor) - sum(tape.aliases[memory] for tape in _tapes)
 
 
+_look_at_groups = Surroundings._look_at_groups
+_are_in_place: Any = AllMarkers.are_in_place
+_end_microbatch = Root._end_microbatch
+
+
+def _looking_at_groups(surroundings: Surroundings) -> OfGroups:
+    found, known = _look_at_groups(surroundings), surroundings._of_groups
+    surroundings._of_groups = None
+    assert found == _look_at_groups(surroundings), "a group has changed, and Changes.count has not"
+    surroundings._of_groups = known
+    return found
+
+
+def _looking_at_markers(markers: AllMarkers) -> bool:
+    found: bool = _are_in_place.fget(markers)
+    if found:
+        assert not any(marks.were_zeroed for marks in markers._marks)
+    return found
+
+
+def _looking_at_watches(root: Root) -> None:
+    _end_microbatch(root)
+    assert root.microbatch.index == 0 or all(g.has_unreduced for g in root.groups if g.takes_part)
+
+
 @contextmanager
 def taped() -> Iterator[None]:
     """Context in which `flatfsdp.replayed` replays on the CPU."""
     with (
         mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
         mock.patch("flatfsdp.engine.storage.group.uses_of_memory", _uses_of_memory),
+        mock.patch.object(Surroundings, "_look_at_groups", _looking_at_groups),
+        mock.patch.object(AllMarkers, "are_in_place", property(_looking_at_markers)),
+        mock.patch.object(Root, "_end_microbatch", _looking_at_watches),
     ):
         yield

@@ -8,7 +8,8 @@ Next: `replayed.py` compares them before each microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,32 +17,50 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.changes import fetched
 from flatfsdp.engine.storage.group import Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
-from flatfsdp.torch_private import has_global_hooks
+from flatfsdp.torch_private import allows_tf32, has_global_hooks
 
-_IS_TRAINING = attrgetter("training")
 _ADDRESS = Tensor.data_ptr
+_STORED_AT = torch.UntypedStorage.data_ptr
+_VERSION = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _KIND = attrgetter("shape", "dtype")
+# From an object's own dict: to find attributes, Python also looks at the object, its class and all bases.
+_IS_TRAINING = itemgetter("training")
+_KNOWN = itemgetter("known")
+
+
+class OfGroups(NamedTuple):
+    """Facts that only the engine changes, and counts.
+
+    Attributes:
+        passages: state of each flat group.
+        sums: address of each group's accumulated gradients; 0 while there are none.
+    """
+
+    passages: list[Passage]
+    sums: list[int]
 
 
 class Facts(NamedTuple):
     """Everything that a recording takes for granted.
 
     Attributes:
+        of_groups: facts that only the engine changes.
         modes: whether each module is in training mode.
-        passages: state of each flat group.
         trained: whether each group is trained.
-        addresses: addresses of everything that exists outside of recordings, except buffers.
+        addresses: addresses of shards and FP8 scales.
         buffers: addresses, shapes with dtypes, and strides of all modules' buffers.
         has_scales: whether each `Scaling` has scales; before that, tensors are cast with their own.
         ambient: settings of PyTorch and FP8 around the call.
     """
 
+    of_groups: OfGroups
     modes: list[bool]
-    passages: list[Passage]
     trained: list[bool]
     addresses: list[int]
     buffers: list[list[Any]]
@@ -59,18 +78,22 @@ class Surroundings:
 
     def __init__(self, root: Root, model: nn.Module) -> None:
         self._root = root
-        self._modules = list(model.modules())
-        self._buffers = [module._buffers for module in self._modules if module._buffers]
-        self._layers = [module for module in self._modules if isinstance(module, Countable)]
-        self._shards = [
-            shard for group in root.groups for shard in (group.master.flat, group.compute_shard.tensor)
-        ]
+        modules = list(model.modules())
+        self._states = [vars(module) for module in modules if _has_own_mode(module)]
+        self._of_others = [module for module in modules if not _has_own_mode(module)]
+        self._buffers = [module._buffers for module in modules if module._buffers]
+        self._layers = [module for module in modules if isinstance(module, Countable)]
+        self._counted = [vars(layer) for layer in self._layers]
+        self._flagged = [group.flagged[0] for group in root.groups]
+        self._flats = [group.master.flat for group in root.groups]
+        self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
         self._with_own: list[Mapping[int, Any]] = []
         self._without_own: list[Mapping[int, Any]] = []
-        for hooks in (hooks for module in self._modules for hooks in _hooks_of(module)):
+        for hooks in (hooks for module in modules for hooks in _hooks_of(module)):
             # A wrapper has a hook on the module that it wraps.
             is_owned = any(map(is_own_hook, hooks.values()))
             (self._with_own if is_owned else self._without_own).append(hooks)
+        self._of_groups: tuple[Any, OfGroups] | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -78,36 +101,58 @@ class Surroundings:
         of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
         self._scalings: list[Scaling] = [scaling for scalings in of_layers for scaling in scalings]
         self.arenas: list[Arena] = list(dict.fromkeys(scaling.arena for scaling in self._scalings))
-        of_arenas = [tensor for arena in self.arenas for tensor in (arena.scale, arena.history)]
-        self._fixed = [*self._shards, *of_arenas]
+        of_arenas = (tensor for arena in self.arenas for tensor in (arena.scale, arena.history))
+        self._fixed = [*self._flats, *of_arenas]
+        self._of_scalings = [vars(scaling) for scaling in self._scalings]
 
     def facts(self) -> Facts:
         """The facts at this moment."""
-        groups = self._root.groups
-        addresses = list(map(_ADDRESS, self._fixed))
-        addresses += [0 if group.main_grad is None else group.main_grad.address for group in groups]
-        buffers = [buffer for of_one in self._buffers for buffer in of_one.values() if buffer is not None]
+        addresses = list(map(_ADDRESS, fetched(self._fixed)))
+        # Nobody else has these tensors; only their memory can be exchanged, through others in it.
+        addresses += map(_STORED_AT, fetched(self._storages))
+        of_modules = chain.from_iterable(map(dict.values, fetched(self._buffers)))
+        buffers = [buffer for buffer in of_modules if buffer is not None]
         return Facts(
-            list(map(_IS_TRAINING, self._modules)),
-            self._root.passages(),
-            [group.trains for group in groups],
+            self._look_at_groups(),
+            [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
+            list(map(_REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
             [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
-            [scaling.has_scales for scaling in self._scalings],
+            self._have_scales(),
             _ambient(),
         )
+
+    def _look_at_groups(self) -> OfGroups:
+        """Facts of all groups; the same object as long as they cannot have changed."""
+        # A write to a master shard makes what was cast from it stale, and only its version tells.
+        root = self._root
+        now = root.changes.count, root.microbatch.step, list(map(_VERSION, self._flats))
+        if self._of_groups is None or self._of_groups[0] != now:
+            sums = [0 if group.main_grad is None else group.main_grad.address for group in root.groups]
+            self._of_groups = now, OfGroups(root.passages(), sums)
+        return self._of_groups[1]
+
+    def _have_scales(self) -> list[bool]:
+        known = list(map(_KNOWN, fetched(self._of_scalings)))
+        # Buffers that have just been loaded have to be asked.
+        return [scaling.has_scales for scaling in self._scalings] if None in known else known
 
     def why_not(self, *, is_last: bool) -> str | None:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
-        if any(self._without_own) or any(len(hooks) > 1 for hooks in self._with_own):
+        if any(fetched(self._without_own)) or max(map(len, self._with_own), default=0) > 1:
             return "modules have hooks, which would not run in replays"
-        if any(layer.overflow_counters for layer in self._layers):
+        if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
         if is_last and any(group.trains and not group.is_kept_grad_free for group in self._root.groups):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
+
+
+def _has_own_mode(module: nn.Module) -> bool:
+    """Whether `training` is an ordinary attribute; a compiled module asks the one that it is made of."""
+    return "training" in vars(module) and not hasattr(type(module), "training")
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
@@ -125,6 +170,6 @@ def _ambient() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         is_cast and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.allow_tf32,
+        allows_tf32(),
         None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
     )

@@ -154,12 +154,15 @@ class Moved:
 
     def add_to(self, ledger: ByteLedger) -> None:
         """Adds these counts to the ledger: a replay moves as many bytes."""
-        ledger.bytes.update(self._bytes)
-        ledger.calls.update(self._calls)
+        for kind, nbytes in self._bytes.items():
+            ledger.bytes[kind] += nbytes
+        for kind, calls in self._calls.items():
+            ledger.calls[kind] += calls
 
 
 def _minus(these: dict[str, int], those: dict[str, int]) -> dict[str, int]:
-    return {kind: count - those.get(kind, 0) for kind, count in these.items()}
+    left = {kind: count - those.get(kind, 0) for kind, count in these.items()}
+    return {kind: count for kind, count in left.items() if count}
 
 
 def _copies(outputs: Outputs) -> Outputs:

@@ -188,6 +188,8 @@ class Replayed(Generic[P, R]):
             self._say(reason)
         elif seen.recording is not None and seen.recording[0] == facts:
             recording = seen.recording[1]
+            # Found equal faster the next time, if these are the same objects then.
+            seen.recording = facts, recording
             root.begin_replayable(recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.

@@ -27,8 +27,10 @@ from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
+from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.engine.storage.master import Version
+from flatfsdp.engine.storage.unreduced import AllMarkers
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.recompute import current_tape
@@ -61,6 +63,7 @@ class Root:
         units: units in registration order, the root module's own first.
         groups: flat groups of all units, in that order.
         scales: scales of FP8 layers at the beginning of the step.
+        changes: count of changes to the groups.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
         pools: memory pools of recorded microbatches, as long as there are any.
@@ -82,6 +85,9 @@ class Root:
         self.microbatch = microbatch
         self.ledger = ledger
         self.scales = StepScales()
+        self.changes = Changes()
+        self._markers = AllMarkers([group.marks for group in self.groups], self.changes)
+        self._watched: int | None = None
         self.order = ForwardOrder(prefetch)
         self.gather_stream = SideStream(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
@@ -99,7 +105,7 @@ class Root:
     def _join(self, number: int, rank_timeout: float) -> ModelIdentity:
         """Gives all groups what they share, and makes replicas equal.  Collective."""
         for group in self.groups:
-            group.attach(self.microbatch, self.ledger, self.scales)
+            group.attach(self.microbatch, self.ledger, self.scales, self.changes)
         grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
         model = ModelIdentity(
             number,
@@ -319,10 +325,12 @@ class Root:
             self._expire()
             self.microbatch.steps_reduced += self.reducer.has_units
             self.microbatch.end_step()
-        else:
+        elif self._watched != self.changes.count:
+            # Otherwise the same groups take part, and are watched since an earlier microbatch.
             for group in self.groups:
                 if not group.has_unreduced:
                     group.watch_unreduced()
+            self._watched = self.changes.count
 
     # ---- microbatches that are recorded and replayed (`engine/replay`) ----------------------------------
 
@@ -334,7 +342,7 @@ class Root:
         else:
             # Other changes by users between microbatches are noticed in the next step.
             self._look_at_ranks()
-            for group in self.groups:
+            for group in () if self._markers.are_in_place else self.groups:
                 group.drop_if_zeroed()
 
     def begin_replayable(self, scalings: Iterable[Scaling], action: Action, number: int) -> None:
@@ -375,7 +383,8 @@ class Root:
             group.skip_to(passage)
         for group in reduced:
             group.join_step()
-        self.reducer.publish_kept(reduced)
+        if reduced:
+            self.reducer.publish_kept(reduced)
         self._end_microbatch()
 
     def abandon_recording(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger, span
+from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.master import MasterShard, Version
 from flatfsdp.kernels.cast.scaling import Scales
@@ -41,6 +42,9 @@ class ComputeShard:
         tensor: memory of the shard, 1-D, as long as the master shard.
         fp8: scales and casts of weights that are stored in FP8; None for others.
         built_frozen: whether the group was frozen when it was wrapped.
+
+    Attributes:
+        changes: raised whenever the versions in the picture change, except the master's.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class ComputeShard:
         self._scaled: Version | None = None
         self._cast: Version | None = None
         self._done: dict[tuple[int, int], Version] = {}
+        self.changes = Changes()
 
     @property
     def version(self) -> Version:
@@ -88,6 +93,7 @@ class ComputeShard:
 
     def skip_to(self, done: tuple[bool, bool, bool]) -> None:
         """Notes that something else has done exactly this; see `done`."""
+        self.changes.count += 1
         version = self.version
         self._measured, self._scaled, self._cast = (version if each else None for each in done)
 
@@ -97,18 +103,21 @@ class ComputeShard:
         FP8 weights that were built frozen stay valid: they are cast once a load.
         """
         if not self._is_cast_once_a_load:
+            self.changes.count += 1
             self._cast = self._scaled = self._measured = None
 
     def measure(self, ledger: ByteLedger) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, unless the optimizer has done it."""
         assert self.fp8 is not None
         if self._measured != self.version:
+            self.changes.count += 1
             ledger.add("measure", self.fp8.measure(self._master))
             self._measured = self.version
 
     def set_scales(self, scales: Scales) -> None:
         """Sets the scales of the FP8 weights for the master's current values."""
         assert self.fp8 is not None
+        self.changes.count += 1
         self.fp8.set_scales(scales)
         self._scaled = self.version
         self._cast = None
@@ -116,6 +125,7 @@ class ComputeShard:
     def amaxes_of(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
         """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
         assert self.fp8 is not None
+        self.changes.count += 1
         self._measured = None
         return self.fp8.runs(start, stop)
 
@@ -124,6 +134,7 @@ class ComputeShard:
 
         It may be several neighbouring portions together.
         """
+        self.changes.count += 1
         version = self.version
         self._done[start, stop] = version
         done = [part for part, of_part in self._done.items() if of_part == version]
@@ -145,6 +156,7 @@ class ComputeShard:
             unit: name of the unit, for labels of the profiler.
             microbatch: index of the microbatch, for these labels.
         """
+        self.changes.count += 1
         master, shard = self._master.flat.detach(), self.tensor
         if self._master.is_offloaded:
             nbytes = master.numel() * master.element_size()

@@ -36,6 +36,7 @@ from flatfsdp.contract.joint import leave_joined
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
+from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
@@ -110,6 +111,8 @@ class FlatGroup:
         moved: what steps of the model change besides; None before it is used.
         params: the tensors that the module has, as `Leaves` or `Views`.
         kept_grad: memory of the reduced gradient, if that has a fixed address; None otherwise.
+        marks: markers in the `.grad` of its parameters.
+        changes: count of changes to this group and all others of the model.
     """
 
     def __init__(
@@ -141,7 +144,8 @@ class FlatGroup:
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._joined_step = -1
-        self._marks = UnreducedMarks()
+        self.marks = UnreducedMarks()
+        self.changes = Changes()
         self.kept_grad: Tensor | None = None
         self._uses_of_kept_grad = 0
 
@@ -195,7 +199,7 @@ class FlatGroup:
         return FP8Weights(self.layout, self.grid.shard, unsharded, through, poison=poison)
 
     def _new_main_grad(self) -> MainGrad:
-        return MainGrad(
+        main_grad = MainGrad(
             self.layout,
             self.grid.shard.size,
             self.policy.precision.accumulate,
@@ -204,6 +208,8 @@ class FlatGroup:
             self.ledger,
             poison=self.policy.poison_on_free,
         )
+        main_grad.changes = self.changes
+        return main_grad
 
     def _shown_parameters(
         self, originals: Sequence[nn.Parameter], unsharded: Tensor, landed: Callable[[int | None], None]
@@ -287,6 +293,7 @@ class FlatGroup:
 
     def skip_to(self, passage: Passage) -> None:
         """Sets the state that a replayed microbatch leaves."""
+        self.changes.count += 1
         if passage.state is not self.state:
             self._gathered, self.state = None, passage.state
             if passage.state is ShardState.UNSHARDED:
@@ -305,9 +312,10 @@ class FlatGroup:
 
     # ---- the root ---------------------------------------------------------------------------------------
 
-    def attach(self, microbatch: Microbatch, ledger: ByteLedger, moved: Moved) -> None:
+    def attach(self, microbatch: Microbatch, ledger: ByteLedger, moved: Moved, changes: Changes) -> None:
         """Joins a root: takes what all its units share, and makes communicators for reductions."""
         self.microbatch, self.ledger, self.moved = microbatch, ledger, moved
+        self._count_in(changes)
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
         self.reduce_grid = Grid(
@@ -315,6 +323,16 @@ class FlatGroup:
             self.grid.replicate.own_communicator(),
             self.grid.tensor.own_communicator() if self.layout.placement is Placement.PARTIAL else ALONE,
         )
+
+    def _count_in(self, changes: Changes) -> None:
+        self.changes = changes
+        self.master.changes = self.compute_shard.changes = self.marks.changes = changes
+        if self.main_grad is not None:
+            self.main_grad.changes = changes
+        if self.buffer is not None:
+            self.buffer.changes = changes
+        if self.fp8 is not None:
+            self.fp8.columnwise.changes = changes
 
     def introduce(self, model: ModelIdentity, unit: int) -> None:
         """Makes collectives carry the identity of this model, and this number of the unit."""
@@ -420,12 +438,14 @@ class FlatGroup:
 
     def started(self, gathered: torch.cuda.Event | None) -> None:
         """Notes that a gather has begun; the event `gathered` tells when it ends."""
+        self.changes.count += 1
         self._gathered = gathered
         self.state = ShardState.GATHERING
 
     def wait(self) -> None:
         """Makes the compute stream wait until the parameters are gathered."""
         if self.state is ShardState.GATHERING:
+            self.changes.count += 1
             compute_waits_for(self._gathered, self.master.device)
             self.state = ShardState.UNSHARDED
 
@@ -435,6 +455,7 @@ class FlatGroup:
         if self.fp8 is not None:
             self.fp8.free()
         if self.state is ShardState.UNSHARDED and self.buffer is not None:
+            self.changes.count += 1
             self._free(self.buffer)
             self.state = ShardState.SHARDED
 
@@ -462,6 +483,7 @@ class FlatGroup:
 
     def join_step(self) -> None:
         """Joins the reduction of this step."""
+        self.changes.count += 1
         self._joined_step = self.microbatch.step
 
     @property
@@ -489,22 +511,23 @@ class FlatGroup:
     def watch_unreduced(self) -> None:
         """Starts watching for an optimizer's `zero_grad()`, which is to drop accumulated gradients."""
         if self.takes_part:
-            self._marks.start(self.master.parameters)
-            self.microbatch.call_at_end_of_step(self._marks.stop)
+            self.marks.start(self.master.parameters)
+            self.microbatch.call_at_end_of_step(self.marks.stop)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients of this step have been accumulated and not yet reduced."""
-        return self._marks.is_on
+        return self.marks.is_on
 
     def drop_if_zeroed(self) -> None:
         """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
-        if self._marks.were_zeroed:
+        if self.marks.were_zeroed:
             self.drop_unreduced()
 
     def drop_unreduced(self) -> None:
         """Drops gradients that were accumulated and have not reached the master's gradient."""
-        self._marks.stop()
+        self.changes.count += 1
+        self.marks.stop()
         self.partial_grad = None
         self._joined_step = -1
         if self.main_grad is not None:

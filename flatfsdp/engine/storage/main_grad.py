@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
+from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
@@ -44,6 +45,7 @@ class MainGrad:
 
     Attributes:
         stays: whether the buffer is kept for good, see `stay`.
+        changes: raised before `written` or the buffer's address changes.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class MainGrad:
         self._waiting: dict[int, Tensor] = {}
         self._is_open = False
         self.stays = False
+        self.changes = Changes()
         self._step = -1
         self._exposed: Sequence[Tensor] = ()
 
@@ -227,13 +230,15 @@ class MainGrad:
 
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""
+        self.changes.count += 1
         if not self.stays:
             self._tensor, self._views, self._joint_views = None, [], []
         self._written, self._waiting, self._is_open = [], {}, False
         self._show()
 
     def _open(self) -> list[Tensor]:
-        """Views of the slots, in a buffer that belongs to the current step."""
+        """Views of the slots, in a buffer that belongs to the current step; something is about to land."""
+        self.changes.count += 1
         if self._is_open and self._step != self.microbatch.step and any(self._written):
             logger.warning(
                 "dropped gradients of a step that was never reduced (its last backward failed, or was "
@@ -250,6 +255,7 @@ class MainGrad:
         return self._views
 
     def _allocate(self) -> None:
+        self.changes.count += 1
         self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         if self._poison:
             self._tensor.fill_(torch.nan)

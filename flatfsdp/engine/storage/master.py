@@ -23,6 +23,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.shard_grad import GradNorms, Place, Published, ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
@@ -99,7 +100,7 @@ class MasterShard:
         places: places of the portions in the model, for their gradients; empty before the model is used.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         identify: function that gives the identity a collective carries; None before the model is used.
-        generation: counts loads, also from other replicas.  Any other write raises `flat._version`.
+        changes: raised with `generation`.
         is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
@@ -131,7 +132,8 @@ class MasterShard:
         self._address = self.flat.data_ptr()
         self.divide([Portion(self.flat, 0, numel)])
         self.stages = ALONE
-        self.generation = 0
+        self.changes = Changes()
+        self._generation = 0
         self.is_average = False
         self.identify: Callable[[Action], Identity | None] = lambda _action: None
 
@@ -150,9 +152,19 @@ class MasterShard:
         return any(empty.untyped_storage().data_ptr() != memory for empty in self._empty)
 
     @property
+    def generation(self) -> int:
+        """Number of loads, also from other replicas.  Any other write raises `flat._version`."""
+        return self._generation
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        self.changes.count += 1
+        self._generation = value
+
+    @property
     def version(self) -> Version:
         """Changes whenever the values may have changed."""
-        return self.generation, self.flat._version
+        return self._generation, self.flat._version
 
     # ---- what the optimizer has -------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
+from flatfsdp.engine.storage.changes import Changes, fetched
 from flatfsdp.engine.storage.shard_grad import ShardGrad
 
 _GRAD_FN: Any = Tensor.grad_fn
@@ -101,15 +102,21 @@ _NOTHING = _Watched((), (), (), True)
 
 
 class UnreducedMarks:
-    """Watches `.grad` of some parameters from the end of one backward to the next."""
+    """Watches `.grad` of some parameters from the end of one backward to the next.
+
+    Attributes:
+        changes: raised when a watch begins or ends.
+    """
 
     def __init__(self) -> None:
+        self.changes = Changes()
         self._watched = _NOTHING
         self._marked: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
+        self.changes.count += 1
         markers = self._markers_of(parameters)
         for parameter, marker in zip(parameters, markers, strict=True):
             if parameter.grad is None:
@@ -138,7 +145,7 @@ class UnreducedMarks:
             RuntimeError: if only some of them were.
         """
         parameters, grads, writes, are_markers = self._watched
-        # The common case, unchanged markers, without a loop in Python: this runs in every microbatch.
+        # The common case, unchanged markers, without a loop in Python: this runs in every forward.
         if are_markers and all(map(is_, map(_GRAD_OF, parameters), grads)):
             return False
         zeroed = list(map(_was_zeroed, parameters, grads, writes or repeat(None)))
@@ -154,10 +161,43 @@ class UnreducedMarks:
 
     def stop(self) -> None:
         """Removes the markers."""
+        self.changes.count += 1
         for parameter, grad in zip(self._watched.parameters, self._watched.grads, strict=True):
             if parameter.grad is grad and isinstance(grad, Unreduced):
                 parameter.grad = None
         self._watched = _NOTHING
+
+
+class AllMarkers:
+    """The markers of a model in one list: between two replayed microbatches, one look at all of them.
+
+    Args:
+        marks: those of all groups.
+        changes: raised by each of them.
+    """
+
+    def __init__(self, marks: Sequence[UnreducedMarks], changes: Changes) -> None:
+        self._marks = marks
+        self._changes = changes
+        self._collected: int | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._markers: list[Tensor] = []
+        self._are_all = False
+
+    @property
+    def are_in_place(self) -> bool:
+        """Whether every `.grad` is a marker, where it was put; if not, ask each of the groups."""
+        if self._collected != self._changes.count:
+            self._collect()
+        found = map(_GRAD_OF, fetched(self._parameters))
+        return self._are_all and all(map(is_, found, fetched(self._markers)))
+
+    def _collect(self) -> None:
+        watched = [marks._watched for marks in self._marks]
+        self._parameters = [parameter for each in watched for parameter in each.parameters]
+        self._markers = [grad for each in watched for grad in each.grads]
+        self._are_all = all(each.are_markers for each in watched)
+        self._collected = self._changes.count
 
 
 def _writes(grad: Tensor) -> int | None:
