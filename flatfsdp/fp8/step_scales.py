@@ -56,6 +56,7 @@ class StepScales:
         self._snapshots: dict[Arena, Snapshot] = {}
         self._then: dict[Scaling, tuple[Snapshot, int]] = {}
         self._without_scales: list[Scaling] = []
+        self._noted_together: list[Sequence[Scaling]] = []
         self._parameters: object = None
         self._is_settled = False
         self._settled_by: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -85,6 +86,7 @@ class StepScales:
         self._snapshots.clear()
         self._then.clear()
         self._without_scales.clear()
+        self._noted_together.clear()
         self._settled_by.clear()
         self._is_settled = False
 
@@ -92,6 +94,13 @@ class StepScales:
     def noted(self) -> list[Scaling]:
         """The scales that forwards of this step have used so far."""
         return list(self._then)
+
+    def note_all(self, scalings: Sequence[Scaling]) -> None:
+        """Notes all that a microbatch uses; only the first time in a step that it is given this sequence."""
+        if not any(scalings is noted for noted in self._noted_together):
+            self._noted_together.append(scalings)
+            for scaling in scalings:
+                self.note(scaling)
 
     def note(self, scaling: Scaling) -> None:
         """Notes that a forward is about to use `scaling`."""

@@ -81,7 +81,10 @@ class Surroundings:
         modules = list(model.modules())
         self._states = [vars(module) for module in modules if _has_own_mode(module)]
         self._of_others = [module for module in modules if not _has_own_mode(module)]
-        self._buffers = [module._buffers for module in modules if module._buffers]
+        # FP8 layers get buffers when they first run, and others when they come to share scales with new layers.
+        self._buffers = [
+            module._buffers for module in modules if module._buffers or isinstance(module, Countable)
+        ]
         self._layers = [module for module in modules if isinstance(module, Countable)]
         self._counted = [vars(layer) for layer in self._layers]
         self._flagged = [group.flagged[0] for group in root.groups]

@@ -74,6 +74,7 @@ class Recording:
         ]
         self._reduced: list[FlatGroup] = root.reducer.recorded
         self.scalings: list[Scaling] = root.scales.noted
+        self._scaled = [scaling for scaling in self.scalings if scaling.has_scales]
         self._moved = Moved.of(root.ledger).since(before)
 
     def run_first(self) -> Outputs:
@@ -92,6 +93,9 @@ class Recording:
         if (region := current_region()) is not None:
             for scaling in self._used_in_region:
                 region.use(scaling)
+        # A skipped step may have taken the scales of a first update away, which this one has made again.
+        for scaling in self._scaled:
+            scaling.has_scales = True
         self._moved.add_to(self._root.ledger)
         self._root.skip_to(self._changed, self._reduced)
         return _copies(self.outputs)

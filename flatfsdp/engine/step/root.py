@@ -345,7 +345,7 @@ class Root:
             for group in () if self._markers.are_in_place else self.groups:
                 group.drop_if_zeroed()
 
-    def begin_replayable(self, scalings: Iterable[Scaling], action: Action, number: int) -> None:
+    def begin_replayable(self, scalings: Sequence[Scaling], action: Action, number: int) -> None:
         """Does what an eager, a recorded and a replayed microbatch have in common first.  Collective.
 
         Args:
@@ -364,9 +364,9 @@ class Root:
                 declare(ranks, identity, self._device)
         if is_first:
             self.scales.begin_forward(self._versions)
-            for scaling in scalings:
-                self.scales.note(scaling)
             self.scales.end_forward()
+        # Later microbatches may use layers that the first did not.
+        self.scales.note_all(scalings)
 
     def passages(self) -> list[Passage]:
         """State of all groups between two microbatches."""
@@ -405,6 +405,9 @@ class Root:
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()
+        # Amaxes of a failed backward may be NaN, and would stay as long as the history.
+        for scaling in self.scales.noted:
+            scaling.forget()
         self.scales.forget()
         self.microbatch.end_step()
 
