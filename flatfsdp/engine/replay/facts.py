@@ -81,7 +81,7 @@ class Surroundings:
         modules = list(model.modules())
         self._states = [vars(module) for module in modules if _has_own_mode(module)]
         self._of_others = [module for module in modules if not _has_own_mode(module)]
-        # FP8 layers get buffers when they first run, and others when they come to share scales with new layers.
+        # FP8 layers get buffers when they first run, and others when they come to share new layers' scales.
         self._buffers = [
             module._buffers for module in modules if module._buffers or isinstance(module, Countable)
         ]
