@@ -32,14 +32,14 @@ except ImportError:  # a machine without a GPU
     gluon_jit = jit
 
 
-_HERE = nullcontext()
+def is_here(tensor: Tensor) -> bool:
+    """Whether launches go to the tensor's device now; always true of the interpreter's CPU tensors."""
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which launches go to the tensor's device; does nothing for the interpreter's CPU tensors."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(tensor.device)
+    return nullcontext() if is_here(tensor) else torch.cuda.device(tensor.device)
 
 
 POINTER_ALIGNMENT = 16
@@ -83,10 +83,14 @@ class PreparedKernel:
         variant = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         if reduce(or_, addresses) % POINTER_ALIGNMENT:
             variant = (*variant, *[address % POINTER_ALIGNMENT == 0 for address in addresses])
-        compiled = self._variants.get(variant)
-        if compiled is None:
-            self._variants[variant] = self._find_and_start(*tensors)
+        found = self._variants.get(variant)
+        if found is None:
+            compiled = self._find_and_start(*tensors)
+            if compiled is not None:
+                parts = (compiled.run, compiled.function, compiled.packed_metadata)
+                self._variants[variant] = (compiled, *parts)
             return
+        compiled, run, function, metadata = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         before, after = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if getattr(before, "calls", before) or getattr(after, "calls", after):
@@ -94,10 +98,7 @@ class PreparedKernel:
             compiled[self._grid](*addresses, *self._numbers, stream=stream)
             return
         # What that does, but for metadata that hooks would read, and calls of chains without any.
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(
-            *self._grid, stream, function, metadata, None, None, None, *addresses, *self._numbers
-        )  # fmt: skip
+        run(*self._grid, stream, function, metadata, None, None, None, *addresses, *self._numbers)
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
         """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
@@ -132,6 +133,7 @@ __all__ = [
     "for_each_shape",
     "gl",
     "gluon_jit",
+    "is_here",
     "jit",
     "on_device_of",
     "tl",
