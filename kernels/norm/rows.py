@@ -93,7 +93,6 @@ class Schedule(NamedTuple):
     delay: int = 0
 
 
-@for_each_shape
 def schedule(rows: int, cols: int, tile: Tile, *, is_transposed: bool) -> Schedule:
     """The order of all programs for [rows, cols]; without a transpose all of them normalize."""
     rows_each = tile.rows * tile.steps

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,40 @@ POINTER_ALIGNMENT = 16
 """Bytes; Triton compiles another variant for an argument whose address is not a multiple of it."""
 
 
+class Variant(NamedTuple):
+    """One compiled variant of a kernel, and what starts it.
+
+    A start is `launch(*grid, stream, *between, *arguments)`, or `(.., *between, arguments)` if `is_packed`.
+    """
+
+    compiled: Any
+    launch: Callable[..., None]
+    between: tuple[Any, ...]
+    is_packed: bool
+
+
+def variant_of(compiled: Any) -> Variant:
+    """Finds what `compiled.run` calls in the end.
+
+    Triton's launcher for Nvidia asks in each call who allocates the kernel's scratch memory, although almost
+    no kernel has any.  Of launchers that are not known `compiled.run` itself is taken.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    no_hooks = (None, None, None)
+    kind = type(run)
+    is_known = (kind.__module__, kind.__name__) == ("triton.backends.nvidia.driver", "CudaLauncher")
+    if not is_known or run.global_scratch_size or run.profile_scratch_size:
+        return Variant(compiled, run, (function, metadata, *no_hooks), False)
+    no_scratch = (None, None)
+    options = (function, run.launch_cooperative_grid, run.launch_pdl)
+    if not hasattr(run, "kernel_signature"):  # Triton 3.6
+        return Variant(compiled, run.launch, (*options, *no_scratch, metadata, *no_hooks), False)
+    if getattr(run, "gsan_enabled", False):
+        return Variant(compiled, run, (function, metadata, *no_hooks), False)
+    described = (run.arg_annotations, run.kernel_signature)
+    return Variant(compiled, run.launch, (*options, metadata, *no_hooks, *no_scratch, *described), True)
+
+
 class PreparedKernel:
     """A kernel with fixed grid, numbers and options; a call starts it with tensors.
 
@@ -65,7 +99,7 @@ class PreparedKernel:
         self._kernel = kernel
         self._numbers = numbers
         self._options = options
-        self._variants: dict[tuple[Any, ...], Any] = {}
+        self._variants: dict[tuple[Any, ...], Variant] = {}
         self._hooks = triton.knobs.runtime
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
@@ -87,10 +121,9 @@ class PreparedKernel:
         if found is None:
             compiled = self._find_and_start(*tensors)
             if compiled is not None:
-                parts = (compiled.run, compiled.function, compiled.packed_metadata)
-                self._variants[variant] = (compiled, *parts)
+                self._variants[variant] = variant_of(compiled)
             return
-        compiled, run, function, metadata = found
+        compiled, launch, between, is_packed = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         before, after = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if getattr(before, "calls", before) or getattr(after, "calls", after):
@@ -98,7 +131,10 @@ class PreparedKernel:
             compiled[self._grid](*addresses, *self._numbers, stream=stream)
             return
         # What that does, but for metadata that hooks would read, and calls of chains without any.
-        run(*self._grid, stream, function, metadata, None, None, None, *addresses, *self._numbers)
+        if is_packed:
+            launch(*self._grid, stream, *between, (*addresses, *self._numbers))
+        else:
+            launch(*self._grid, stream, *between, *addresses, *self._numbers)
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
         """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
