@@ -76,8 +76,7 @@ def _around(
         outputs = compute(*args, **kwargs)
     except BaseException:
         state.uses -= 1
-        # Only this explains why PyTorch may have refused a view.
-        unit.writes.end()
+        unit.after_failure()
         raise
     state.uses -= 1
     return unit.after_forward(begun, outputs)

@@ -121,6 +121,9 @@ class LinearCall:
         return replace(self, quantizer=self.quantizer.silent(), keeps_gathered=True)
 
 
+_NOTHING = Operand()
+
+
 class LinearSaved(NamedTuple):
     """Operands for backward.
 
@@ -155,12 +158,11 @@ def linear_forward(
         bias: [out], or None.
         call: the linear map.
     """
-    nothing = Operand()
     added = None if bias is None else bias.to(call.dtype)
     out, saved_x = _multiply(x, weight, added, call)
     return out, LinearSaved(
-        saved_x if call.needs_weight_grad else nothing,
-        weight.for_backward if call.needs_input_grad and call.stored_weight is None else nothing,
+        saved_x if call.needs_weight_grad else _NOTHING,
+        weight.for_backward if call.needs_input_grad and call.stored_weight is None else _NOTHING,
     )
 
 

@@ -319,8 +319,9 @@ def norm_backward(
         raise ValueError("mean must be None for RMSNorm, and that of the forward for LayerNorm")
     for name, tensor in (("dy", dy), ("d_residual", d_residual)):
         check_like(name, tensor, x, (rows, cols), x.dtype)
-    for name, tensor in (("mean", mean), ("rstd", rstd)):
-        check_like(name, tensor, x, (rows,), torch.float32)
+    if mean is not None:
+        check_like("mean", mean, x, (rows,), torch.float32)
+    check_like("rstd", rstd, x, (rows,), torch.float32)
     check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
     dx = torch.empty_like(x)
     shape = (cols,) if rms else (2, cols)

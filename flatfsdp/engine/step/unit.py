@@ -231,6 +231,15 @@ class Unit:
             self.reshard()
         return outputs
 
+    @never_traced
+    def after_failure(self) -> None:
+        """Ends a forward that has failed.
+
+        Raises:
+            RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
+        """
+        self.writes.end()
+
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""
         for group in self.groups:
