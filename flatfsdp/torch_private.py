@@ -256,10 +256,32 @@ def _accumulation_into(leaf: Tensor) -> Node:
     return view.next_functions[0][0]  # type: ignore[return-value]
 
 
+def node_after(node: Node, leaf: Tensor) -> Node | None:
+    """The node that accumulates into `leaf`, an input of `node`; None if `leaf` is no leaf."""
+    for each, _ in node.next_functions:
+        if getattr(each, "variable", None) is leaf:
+            return each
+    return None
+
+
 def nodes_behind(tensor: Tensor, count: int) -> Sequence[Node | None]:
     """Nodes that take the gradients of the last `count` inputs of the function behind `tensor`, in order."""
     assert tensor.grad_fn is not None
     return [node for node, _ in tensor.grad_fn.next_functions[-count:]]
+
+
+class Function(torch.autograd.Function):
+    """PyTorch's, with `run`: `apply` for less host time.
+
+    `apply` searches its arguments for wrappers of functorch's transforms that have ended.
+    """
+
+    @classmethod
+    def run(cls, *args: Any) -> Any:
+        """Applies the function; inside a transform of functorch, it raises as `apply` does."""
+        if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+            return cls.apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:

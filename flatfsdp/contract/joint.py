@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.claimed import taken_from
-from flatfsdp.torch_private import nodes_behind, receives_gradient
+from flatfsdp.torch_private import node_after, nodes_behind, receives_gradient
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,18 @@ class Wanted(Enum):
     NONE = "none"
 
 
-def wanted_grads(weight: Tensor) -> Wanted:
+def wanted_grads(weight: Tensor, node: Node) -> Wanted:
     """Tells which gradients of `weight` the running backward asks for; a joint may need those of some parts.
 
     `autograd.grad` and `backward(inputs=...)` may ask for some parts; parts may be frozen after the forward.
+
+    Args:
+        weight: a parameter, or a joint.
+        node: the running autograd node, one of whose inputs is `weight`.
     """
     parts = JOINT_PARTS.of(weight)
     if not parts:
-        return Wanted.ALL if receives_gradient(weight) else Wanted.NONE
+        return Wanted.ALL if receives_gradient(weight, node_after(node, weight)) else Wanted.NONE
     nodes = nodes_behind(weight, len(parts))
     wanted = [receives_gradient(part, node) for part, node in zip(parts, nodes, strict=True)]
     if all(wanted):

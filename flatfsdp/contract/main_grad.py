@@ -68,7 +68,7 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
         if GRAD_ADDED_TO_MAIN_GRAD.is_on(weight):
             GRAD_ADDED_TO_MAIN_GRAD.leave(weight, True)
     target = slot.target
-    if target.dtype != torch.float32:
+    if target.dtype is not torch.float32:
         raise TypeError(
             f"main_grad of {name} is {target.dtype}; weight gradients accumulate in FP32, so make it FP32 "
             "(FlatFSDP: Precision(accumulate=torch.float32)) or build the layer without "

@@ -14,7 +14,6 @@ import torch
 
 from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.step.unit import versions_of
 from flatfsdp.engine.units import UnitState, root_of
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
@@ -71,12 +70,13 @@ def _around(
     state: UnitState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     unit = state.unit
-    position, versions = unit.before_forward(), versions_of((args, kwargs))
+    begun = unit.before_forward((args, kwargs))
     state.uses += 1
     try:
         outputs = compute(*args, **kwargs)
-    finally:
+    except BaseException:
         state.uses -= 1
-        # Also after a failure: only this explains why PyTorch may have refused a view.
-        unit.writes.end()
-    return unit.after_forward(position, (args, kwargs), versions, outputs)
+        unit.after_failure()
+        raise
+    state.uses -= 1
+    return unit.after_forward(begun, outputs)

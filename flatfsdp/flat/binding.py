@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
 from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
+
+_DICT_OF, _PARAMETERS_OF = attrgetter("__dict__"), attrgetter("_parameters")
 
 
 class ParamJoint(NamedTuple):
@@ -54,6 +57,10 @@ class Binding:
         self.is_moved = False
         self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
+        places = [
+            (site.module, site.attribute, slot) for slot, group in enumerate(self.sites) for site in group
+        ]
+        self._flat_sites: tuple[tuple[Any, ...], ...] = tuple(zip(*places, strict=True)) or ((), (), ())
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
@@ -164,6 +171,8 @@ class Binding:
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
         """Name of a parameter that was replaced by something that was neither bound nor listed."""
+        if self._are_in_place(tensors):
+            return None
         for sites, tensor, listed in zip(self.sites, tensors, self.listed or repeat(None), strict=False):
             for site in sites:
                 module, attribute = site.module, site.attribute
@@ -172,6 +181,17 @@ class Binding:
                 if listed is not None and module._parameters.get(attribute) is not listed:
                     return site.name
         return None
+
+    def _are_in_place(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether nothing was replaced, found out without a loop in Python: each forward asks."""
+        modules, attributes, slots = self._flat_sites
+        shown = map(dict.get, map(_DICT_OF, modules), attributes)
+        if not all(map(is_, shown, map(tensors.__getitem__, slots))):
+            return False
+        if not self.listed:
+            return True
+        registered = map(dict.get, map(_PARAMETERS_OF, modules), attributes)
+        return all(map(is_, registered, map(self.listed.__getitem__, slots)))
 
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
         """Registers real parameters at every site, in place of what `bind` put there.

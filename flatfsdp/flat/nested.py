@@ -23,6 +23,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
+    # Most arguments are None or numbers.
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, (list, tuple, set)):
@@ -31,7 +34,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             _collect(item, found)
-    elif type(value) not in _PLAIN and dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name), found)
 

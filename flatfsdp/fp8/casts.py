@@ -7,9 +7,9 @@ Next: `layers/base.py` passes them to the linear primitive; `quantizers.py` cast
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -82,31 +82,45 @@ def delayed_casts(
         records: whether this forward records amaxes.
         use: inside a checkpoint: the use of the layer that this call is.
     """
-    scales = forward.scales() if use is None else use.scales_of(forward)
-    dtypes = recipe.fp8_format
-
-    def delayed(
-        dtype: torch.dtype, scales: tuple[Scales, ...], index: int, amax: Tensor | None
-    ) -> Delayed | Current:
-        if not scales:
-            return Current(dtype, 0.0, recipe.power_of_two_scales, recipe.margin, amax)
-        return Delayed(dtype, *scales[index], amax)
-
-    def quantizer(index: int) -> Quantizer:
-        amax = forward.amaxes[index] if records else None
-        return delayed(dtypes.forward, scales, index, amax) if region.enabled else Unquantized(amax)
-
-    def grad(index: int) -> Callable[[], Quantizer]:
-        def make() -> Quantizer:
-            if not region.enabled:
-                return Unquantized()
-            region.use_in_backward(backward)
-            return delayed(dtypes.backward, backward.scales(), index, backward.amaxes[index])
-
-        return make
-
+    amaxes = forward.amaxes if records else (None,) * len(forward.amaxes)
+    quantizers: list[Quantizer]
+    if region.enabled:
+        scales = forward.scales() if use is None else use.scales_of(forward)
+        quantizers = _quantizers(recipe, recipe.fp8_format.forward, scales, amaxes)
+    else:
+        quantizers = [Unquantized(amax) for amax in amaxes]
     used = recipe if region.enabled else None
     return [
-        Casts(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
+        Casts(
+            quantizers[2 * i],
+            quantizers[2 * i + 1],
+            partial(_grad_quantizer, region, recipe, backward, i),
+            recipe.split_accumulator,
+            used,
+        )
         for i in range(len(backward.amaxes))
     ]
+
+
+def _quantizers(
+    recipe: DelayedScaling,
+    dtype: torch.dtype,
+    scales: Sequence[Scales],
+    amaxes: Sequence[Tensor | None],
+) -> list[Quantizer]:
+    """One quantizer for each amax; without scales yet, each tensor is cast with its own."""
+    if not scales:
+        return [Current(dtype, 0.0, recipe.power_of_two_scales, recipe.margin, amax) for amax in amaxes]
+    return [
+        Delayed(dtype, scale, scale_inv, amax)
+        for (scale, scale_inv), amax in zip(scales, amaxes, strict=True)
+    ]
+
+
+def _grad_quantizer(region: Region, recipe: DelayedScaling, backward: Scaling, index: int) -> Quantizer:
+    """The quantizer of one gradient, in the backward that casts it."""
+    if not region.enabled:
+        return Unquantized()
+    region.use_in_backward(backward)
+    scales = backward.scales()[index : index + 1]
+    return _quantizers(recipe, recipe.fp8_format.backward, scales, backward.amaxes[index : index + 1])[0]

@@ -130,7 +130,7 @@ def linear(
     """
     inp, x, leading, casts, _ = ready
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
-    out = ready.unpadded(LinearNode.apply(x, of.weight, of.bias, operand, call))
+    out = ready.unpadded(LinearNode.run(x, of.weight, of.bias, operand, call))
     return out.view(*leading, out.shape[1])
 
 
@@ -165,7 +165,7 @@ def norm_linear(
     sources = (inp, residual, norm.weight, norm.bias)
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, sources)
     spec = NormLinearSpec(norm.kind, call, keep)
-    results = NormLinearNode.apply(x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
+    results = NormLinearNode.run(x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
     return _called(ready, results, leading)
 
 
@@ -208,7 +208,7 @@ def norm_mlp(
     before_fc2 = (*before_fc1, fc1.weight, fc1.bias)
     fc1_weight, fc1_call = owner.prepare_map(fc1, casts[0], x.dtype, is_first_microbatch, before_fc1)
     fc2_weight, fc2_call = owner.prepare_map(fc2, casts[1], x.dtype, is_first_microbatch, before_fc2)
-    results = NormMLPNode.apply(
+    results = NormMLPNode.run(
         x,
         added,
         norm.weight,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -50,22 +51,22 @@ class Exchange:
         mode = None if parallel.ranks.size == 1 else mode
         return Exchange(parallel.ranks, mode, parallel.sequence_parallel, parallel.overlap)
 
-    @property
+    @cached_property
     def gathers_input(self) -> bool:
         """Whether x is gathered, in forward and, instead of being kept, again in backward."""
         return self.sequence_parallel and self.mode == "column"
 
-    @property
+    @cached_property
     def gathers_grad(self) -> bool:
         """Whether dy is gathered."""
         return self.sequence_parallel and self.mode == "row"
 
-    @property
+    @cached_property
     def sums_output(self) -> bool:
         """Whether y is summed over ranks."""
         return self.mode == "row"
 
-    @property
+    @cached_property
     def sums_input_grad(self) -> bool:
         """Whether dx is summed over ranks."""
         return self.mode == "column"
@@ -85,7 +86,7 @@ class Exchange:
         """Context in which ranks whose batches differ raise."""
         return launch_on_host(self.ranks, Identity.counting(Action.EXCHANGE, sent.numel()), sent.device)
 
-    @property
+    @cached_property
     def splits_rows(self) -> bool:
         """Whether each rank has some rows of the input or of the output."""
         return self.gathers_input or self.gathers_grad

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from flatfsdp.comm.collectives import Pending
 from flatfsdp.contract.joint import Wanted, wanted_grads
@@ -120,6 +121,9 @@ class LinearCall:
         return replace(self, quantizer=self.quantizer.silent(), keeps_gathered=True)
 
 
+_NOTHING = Operand()
+
+
 class LinearSaved(NamedTuple):
     """Operands for backward.
 
@@ -154,12 +158,11 @@ def linear_forward(
         bias: [out], or None.
         call: the linear map.
     """
-    nothing = Operand()
     added = None if bias is None else bias.to(call.dtype)
     out, saved_x = _multiply(x, weight, added, call)
     return out, LinearSaved(
-        saved_x if call.needs_weight_grad else nothing,
-        weight.for_backward if call.needs_input_grad and call.stored_weight is None else nothing,
+        saved_x if call.needs_weight_grad else _NOTHING,
+        weight.for_backward if call.needs_input_grad and call.stored_weight is None else _NOTHING,
     )
 
 
@@ -214,8 +217,15 @@ class LinearGrads(NamedTuple):
     bias: Tensor | None
 
 
-def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
-    """Computes the gradients of input and weight; that of the bias is in `dy`."""
+def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall, node: Node) -> LinearGrads:
+    """Computes the gradients of input and weight; that of the bias is in `dy`.
+
+    Args:
+        dy: gradient of the result, from `quantize_grad`.
+        saved: operands from the forward.
+        call: the linear map.
+        node: the running autograd node, one of whose inputs is the weight.
+    """
     operand, dbias = dy
     gathering = dx = dweight = None
     if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
@@ -226,7 +236,7 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
         dx = _start_input_grad(operand, saved, call)
     if call.needs_weight_grad:
         x = saved.x if gathering is None else gathering.wait(rowwise=False, columnwise=True)
-        dweight = weight_grad(operand, x, call)
+        dweight = weight_grad(operand, x, call, node)
     return LinearGrads(None if dx is None else dx.wait(), dweight, dbias)
 
 
@@ -254,9 +264,9 @@ def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
     return saved.weight if call.stored_weight is None else call.stored_weight()
 
 
-def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+def weight_grad(dy: Operand, x: Operand, call: LinearCall, node: Node) -> Tensor | None:
     """The weight's gradient; None if it is in main_grad, deferred, or not needed in this backward."""
-    wanted = Wanted.ALL if call.weight is None else wanted_grads(call.weight)
+    wanted = Wanted.ALL if call.weight is None else wanted_grads(call.weight, node)
     if wanted is Wanted.NONE:
         return None
     # For a weight [in, out] it is x^T dy.

@@ -11,6 +11,8 @@ Bytes per element of p bytes: 2 p.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -97,37 +99,43 @@ def _join_kernel(
 
 
 def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
-    strides = (*_strides(query), *_strides(key), *_strides(value))
-    groups = key.shape[2]
-    block = tile(query.dtype, query.shape[2] + 2 * groups, query.shape[3])
-    _prepared(query.shape, groups, strides, interleaved, block)(out, query, key, value)
+    shape, groups = query.shape, key.shape[2]
+    block = tile(query.dtype, shape[2] + 2 * groups, shape[3])
+    strides = (query.stride(), key.stride(), value.stride())
+    _prepared(shape, groups, strides, interleaved, block)(out, query, key, value)
 
 
 @for_each_shape
 def _prepared(
-    shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, block: Tile
+    shape: tuple[int, ...],
+    groups: int,
+    strides: tuple[tuple[int, ...], ...],
+    interleaved: bool,
+    block: Tile,
 ) -> PreparedKernel:
     """The kernel for one shape and layout.
 
     Args:
         shape: shape of the query.
         groups: heads of key and value.
-        strides: strides of query, key and value from `_strides`.
+        strides: strides of query, key and value.
         interleaved: whether each group of heads is stored as its queries, its key, its value.
         block: the tile of one program.
     """
     seq, batch, heads, dim = shape
+    shapes = (shape, *[(seq, batch, groups, dim)] * 2)
+    strides = tuple(_strides(each, its) for each, its in zip(shapes, strides, strict=True))
     return PreparedKernel(
         _join_kernel,
         (seq * batch, cdiv(heads + 2 * groups, block.rows)),
-        *(batch, heads, groups, *strides, dim, interleaved, block.rows, block.cols),
+        *(batch, heads, groups, *chain(*strides), dim, interleaved, block.rows, block.cols),
         **block.options,
     )
 
 
-def _strides(x: Tensor) -> list[int]:
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of the first three dimensions; 0, a multiple of anything, for dimensions of size 1."""
-    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False))
 
 
 _join_heads = operator(
@@ -157,13 +165,13 @@ def join_heads(query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool) 
         )
     a, b, heads, dim = query.shape
     groups = key.shape[2]
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        shape = (a, b, heads if x is query else groups, dim)
-        is_alike = x.dtype == query.dtype and x.device == query.device
-        if tuple(x.shape) != shape or not is_alike or (dim > 1 and x.stride(3) != 1):
+    dtype, device = query.dtype, query.device
+    for name, x, its_heads in (("query", query, heads), ("key", key, groups), ("value", value, groups)):
+        shape = (a, b, its_heads, dim)
+        if x.shape != shape or x.dtype != dtype or x.device != device or (dim > 1 and x.stride(3) != 1):
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}; join_heads "
-                f"needs {query.dtype} {shape} on {query.device}, the last dimension of stride 1"
+                f"needs {dtype} {shape} on {device}, the last dimension of stride 1"
             )
     out = query.new_empty(a, b, (heads + 2 * groups) * dim)
     _join_heads(out, query, key, value, interleaved)

@@ -26,6 +26,7 @@ from flatfsdp.kernels.shared.outputs import (
     FP8_DTYPES,
     check_input,
     check_scalar,
+    check_scalars,
     new_bands,
     record_amax,
     starts_early,
@@ -170,8 +171,7 @@ def cast(
         raise ValueError(f"dtype is {dtype}; cast makes torch.float8_e4m3fn or torch.float8_e5m2")
     if not (rowwise or columnwise):
         raise ValueError("rowwise and columnwise are both False; ask cast for at least one layout")
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
+    check_scalars(x, ("scale", scale), ("amax", amax))
     rows, cols = x.shape
     result = Cast(
         x.new_empty(rows, cols, dtype=dtype) if rowwise else None,

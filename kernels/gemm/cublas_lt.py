@@ -119,9 +119,12 @@ def prepared_matmul(device: torch.device, product: Product) -> PreparedMatmul | 
     return None
 
 
-def is_readable(operand: Tensor) -> bool:
-    """Whether cuBLASLt can read this matrix, or bias, in place."""
-    return operand.is_contiguous() and operand.data_ptr() % ADDRESS_ALIGNMENT == 0
+def are_readable(*operands: Tensor) -> bool:
+    """Whether cuBLASLt can read these matrices, or biases, in place."""
+    for operand in operands:
+        if operand.data_ptr() % ADDRESS_ALIGNMENT or not operand.is_contiguous():
+            return False
+    return True
 
 
 class PreparedMatmul:
@@ -163,7 +166,7 @@ class PreparedMatmul:
         ]
         # The choice may depend on whether there are scales and on a bias's alignment, not on their values.
         something = torch.ones(cols if product.has_bias else 1, device=device)
-        self._point_at([something] * len(pointers))
+        self._point_at([something.data_ptr()] * len(pointers))
         self._algorithm = self._choose_algorithm(product)
         self.is_possible = self._algorithm is not None
         if self.is_possible:
@@ -184,9 +187,9 @@ class PreparedMatmul:
             self._operation, name, ctypes.addressof(value), ctypes.sizeof(value)
         )
 
-    def _point_at(self, tensors: list[Tensor]) -> None:
+    def _point_at(self, addresses: list[Any]) -> None:
         """Set the addresses of scales and bias."""
-        self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
+        self._addresses[:] = addresses
         for name, address in self._pointers:
             self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
 
@@ -300,9 +303,9 @@ class PreparedMatmul:
         # Allocated in each call: the allocator tracks what each stream still uses, and this runs on any
         # stream.
         workspace = out.new_empty(size, dtype=torch.uint8) if size else None
-        pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
+        pointed_at = [] if scale_invs is None else [scale_invs[1].data_ptr(), scale_invs[0].data_ptr()]
         if bias is not None:
-            pointed_at.append(bias)
+            pointed_at.append(bias.data_ptr())
         # Addresses are part of the descriptor, and backwards run on several threads.
         with self._lock:
             if pointed_at:

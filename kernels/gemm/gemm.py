@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.gemm.cublas_lt import Product, is_readable, prepared_matmul
+from flatfsdp.kernels.gemm.cublas_lt import Product, are_readable, prepared_matmul
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
-from flatfsdp.kernels.shared.triton import on_device_of
+from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalars
+from flatfsdp.kernels.shared.triton import is_here, on_device_of
 
 E4M3, E5M2 = FP8_DTYPES
 FP8_PAIRS = {(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)}
@@ -54,37 +54,40 @@ def launch(
     out: Tensor,
     split_accumulator: bool,
 ) -> None:
+    if not is_here(out):
+        with on_device_of(out):
+            launch(a, b, a_scale_inv, b_scale_inv, bias, out, split_accumulator)
+        return
     inside = bias if out.dtype != torch.float32 else None
-    with on_device_of(out):
-        matmul = None
-        if is_readable(a) and is_readable(b) and (inside is None or is_readable(inside)):
-            rows, cols = out.shape
-            product = Product(
-                rows,
-                cols,
-                a.shape[1],
-                a.dtype,
-                b.dtype,
-                out.dtype,
-                split_accumulator=split_accumulator,
-                has_bias=inside is not None,
-            )
-            matmul = prepared_matmul(out.device, product)
-        if matmul is not None:
-            matmul.run(out, a, b, (a_scale_inv, b_scale_inv), inside)
-        else:
-            torch._scaled_mm(
-                a,
-                b.t(),
-                scale_a=a_scale_inv,
-                scale_b=b_scale_inv,
-                bias=inside,
-                out_dtype=out.dtype,
-                use_fast_accum=not split_accumulator,
-                out=out,
-            )
-        if bias is not None and inside is None:
-            out.add_(bias)
+    matmul = None
+    if are_readable(a, b) and (inside is None or are_readable(inside)):
+        rows, cols = out.shape
+        product = Product(
+            rows,
+            cols,
+            a.shape[1],
+            a.dtype,
+            b.dtype,
+            out.dtype,
+            split_accumulator=split_accumulator,
+            has_bias=inside is not None,
+        )
+        matmul = prepared_matmul(out.device, product)
+    if matmul is not None:
+        matmul.run(out, a, b, (a_scale_inv, b_scale_inv), inside)
+    else:
+        torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scale_inv,
+            scale_b=b_scale_inv,
+            bias=inside,
+            out_dtype=out.dtype,
+            use_fast_accum=not split_accumulator,
+            out=out,
+        )
+    if bias is not None and inside is None:
+        out.add_(bias)
 
 
 def flops(a: tuple[int, int], b: tuple[int, int], *others: object, **named: object) -> int:
@@ -127,8 +130,7 @@ def scaled_mm(
         ValueError: if shapes, dtypes, strides or devices do not fit; K and N have to be multiples of 16.
     """
     check_operands(a, b, out_dtype)
-    check_scalar("a_scale_inv", a_scale_inv, a)
-    check_scalar("b_scale_inv", b_scale_inv, a)
+    check_scalars(a, ("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv))
     if bias is not None:
         _check_bias(bias, b, out_dtype)
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -152,8 +154,10 @@ def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
             f"a is {tuple(a.shape)} on {a.device} and b {tuple(b.shape)} on {b.device}; they have to be "
             "[M, K] and [N, K] on one device: both operands end with the dimension that is summed over"
         )
-    for name, operand in (("a", a), ("b", b)):
-        if not operand.is_contiguous():
+    if not (a.is_contiguous() and b.is_contiguous()):
+        for name, operand in (("a", a), ("b", b)):
+            if operand.is_contiguous():
+                continue
             raise ValueError(
                 f"{name} has strides {operand.stride()}; it has to be contiguous: FP8 GEMMs read along K, so "
                 "cast with columnwise=True for the transpose"

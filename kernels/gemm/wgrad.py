@@ -32,14 +32,14 @@ from flatfsdp.kernels.gemm.cublas_lt import (
     ADDRESS_ALIGNMENT,
     PreparedMatmul,
     Product,
-    is_readable,
+    are_readable,
     prepared_matmul,
 )
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
 from flatfsdp.kernels.grad.accumulate import accumulate
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
-from flatfsdp.kernels.shared.triton import on_device_of
+from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalars
+from flatfsdp.kernels.shared.triton import is_here, on_device_of
 
 
 def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
@@ -47,18 +47,20 @@ def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
 
 
 def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
-    with on_device_of(target):
-        rows, cols = target.shape
-        product = Product(
-            rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False
-        )
-        matmul = prepared_matmul(target.device, product)
-        if matmul is not None:
-            _run(matmul, target, _readable(dy), _readable(x), None, first)
-        elif dy.dtype == torch.float32:
-            accumulate(target, torch.mm(dy.t(), x), first=first)
-        else:
-            accumulate(target, torch.mm(dy.t(), x, out_dtype=torch.float32), first=first)
+    if not is_here(target):
+        with on_device_of(target):
+            launch(target, dy, x, first)
+        return
+    rows, cols = target.shape
+    product = Product(rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False)
+    matmul = prepared_matmul(target.device, product)
+    if matmul is not None:
+        dy, x = _readable(dy, x)
+        _run(matmul, target, dy, x, None, first)
+    elif dy.dtype == torch.float32:
+        accumulate(target, torch.mm(dy.t(), x), first=first)
+    else:
+        accumulate(target, torch.mm(dy.t(), x, out_dtype=torch.float32), first=first)
 
 
 def flops(target: tuple[int, int], dy: tuple[int, int], *others: object, **named: object) -> int:
@@ -97,22 +99,25 @@ def launch_fp8(
     first: bool,
     split_accumulator: bool,
 ) -> None:
-    dy_t, x_t = _readable(dy_t), _readable(x_t)
-    with on_device_of(target):
-        rows, cols = target.shape
-        product = Product(
-            rows,
-            cols,
-            dy_t.shape[1],
-            dy_t.dtype,
-            x_t.dtype,
-            torch.float32,
-            split_accumulator=split_accumulator,
-        )
-        matmul = prepared_matmul(target.device, product)
-        if matmul is not None:
-            _run(matmul, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
-            return
+    if not is_here(target):
+        with on_device_of(target):
+            launch_fp8(target, dy_t, x_t, dy_scale_inv, x_scale_inv, first, split_accumulator)
+        return
+    dy_t, x_t = _readable(dy_t, x_t)
+    rows, cols = target.shape
+    product = Product(
+        rows,
+        cols,
+        dy_t.shape[1],
+        dy_t.dtype,
+        x_t.dtype,
+        torch.float32,
+        split_accumulator=split_accumulator,
+    )
+    matmul = prepared_matmul(target.device, product)
+    if matmul is not None:
+        _run(matmul, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
+        return
     grad = scaled_mm(
         dy_t,
         x_t,
@@ -151,9 +156,13 @@ def _run(
         matmul.run(target, dy, x, scale_invs, adds=not first)
 
 
-def _readable(operand: Tensor) -> Tensor:
-    """The operand, or a copy if cuBLASLt cannot read it: expanded gradients, slices at odd offsets."""
-    return operand if is_readable(operand) else operand.clone(memory_format=torch.contiguous_format)
+def _readable(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both operands, or copies if cuBLASLt cannot read them: expanded gradients, slices at odd offsets."""
+    if are_readable(dy, x):
+        return dy, x
+    memory_format = torch.contiguous_format
+    dy, x = (each if are_readable(each) else each.clone(memory_format=memory_format) for each in (dy, x))
+    return dy, x
 
 
 def wgrad(
@@ -186,8 +195,12 @@ def wgrad(
     _check_target(target, dy, x)
     if dy.dtype in FP8_DTYPES or x.dtype in FP8_DTYPES:
         _check_fp8(target, dy, x)
-        dy_scale_inv = _checked_scale("dy_scale_inv", dy_scale_inv, target)
-        x_scale_inv = _checked_scale("x_scale_inv", x_scale_inv, target)
+        for name, scale_inv in (("dy_scale_inv", dy_scale_inv), ("x_scale_inv", x_scale_inv)):
+            if scale_inv is None:
+                raise ValueError(
+                    f"{name} is missing; FP8 operands need the inverse of the scale they were cast with"
+                )
+        check_scalars(target, ("dy_scale_inv", dy_scale_inv), ("x_scale_inv", x_scale_inv))
         _wgrad_fp8(target, dy, x, dy_scale_inv, x_scale_inv, first, split_accumulator)
         return
     _check_high_precision(target, dy, x)
@@ -259,16 +272,9 @@ def _check_fp8(target: Tensor, dy: Tensor, x: Tensor) -> None:
         )
     if not dy.is_contiguous() or not x.is_contiguous():
         raise ValueError("dy and x in FP8 have to be contiguous: cast them with columnwise=True")
-    sizes = (*target.shape, dy.shape[1])
-    if any(size == 0 or size % ALIGNMENT for size in sizes):
+    rows, cols, tokens = (*target.shape, dy.shape[1])
+    if not (rows and cols and tokens) or rows % ALIGNMENT or cols % ALIGNMENT or tokens % ALIGNMENT:
         raise ValueError(
-            f"out, in and tokens are {sizes}; FP8 GEMMs need multiples of {ALIGNMENT}: pad them, or keep "
-            "this layer in bf16"
+            f"out, in and tokens are {(rows, cols, tokens)}; FP8 GEMMs need multiples of {ALIGNMENT}: pad "
+            "them, or keep this layer in bf16"
         )
-
-
-def _checked_scale(name: str, scale_inv: Tensor | None, target: Tensor) -> Tensor:
-    if scale_inv is None:
-        raise ValueError(f"{name} is missing; FP8 operands need the inverse of the scale they were cast with")
-    check_scalar(name, scale_inv, target)
-    return scale_inv

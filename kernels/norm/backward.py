@@ -225,11 +225,10 @@ def launch(
 ) -> None:
     rows, cols = x.shape
     tile = row_tile(x.dtype, cols)
-    rows_each = _rows_each(rows, tile.rows, programs_of(tile))
     is_fused = cols <= WIDEST_FUSED
     of_sums = find("norm_backward, sum", x.dtype, cols)
-    sum_rows = rows_each if is_fused else _rows_each(rows, of_sums.rows, SUM_PROGRAMS)
-    bands = new_bands(weight_grads, cdiv(rows, sum_rows))
+    rows_each, sum_rows, n = _division(rows, tile, None if is_fused else of_sums)
+    bands = new_bands(weight_grads, n)
     dweight, dbias = (bands, None) if mean is None else bands.unbind()
     inside = (dweight, dbias) if is_fused else (None, None)
     start = _prepared_backward(rows, rows_each, cols, zero_centered, tile)
@@ -259,6 +258,20 @@ def _prepared_weight(rows: int, rows_each: int, cols: int, tile: Tile) -> Prepar
         *(rows, rows_each, cols, tile.rows, tile.cols, tile.stages),
         **tile.options,
     )
+
+
+@for_each_shape
+def _division(rows: int, tile: Tile, of_sums: Tile | None) -> tuple[int, int, int]:
+    """Rows of one program, rows that are summed together, and the number of such bands.
+
+    Args:
+        rows: number of all rows.
+        tile: tile of dx.
+        of_sums: tile of the separate kernel of weight gradients; None: there is none.
+    """
+    rows_each = _rows_each(rows, tile.rows, programs_of(tile))
+    sum_rows = rows_each if of_sums is None else _rows_each(rows, of_sums.rows, SUM_PROGRAMS)
+    return rows_each, sum_rows, cdiv(rows, sum_rows)
 
 
 def _rows_each(rows: int, block: int, programs: int) -> int:
@@ -306,8 +319,9 @@ def norm_backward(
         raise ValueError("mean must be None for RMSNorm, and that of the forward for LayerNorm")
     for name, tensor in (("dy", dy), ("d_residual", d_residual)):
         check_like(name, tensor, x, (rows, cols), x.dtype)
-    for name, tensor in (("mean", mean), ("rstd", rstd)):
-        check_like(name, tensor, x, (rows,), torch.float32)
+    if mean is not None:
+        check_like("mean", mean, x, (rows,), torch.float32)
+    check_like("rstd", rstd, x, (rows,), torch.float32)
     check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
     dx = torch.empty_like(x)
     shape = (cols,) if rms else (2, cols)

@@ -162,7 +162,8 @@ def norm_forward(
     rows, cols = x.shape
     if rms and bias is not None:
         raise ValueError("RMSNorm has no bias: pass bias=None, or rms=False for LayerNorm")
-    check_like("residual", residual, x, (rows, cols), x.dtype)
+    if residual is not None:
+        check_like("residual", residual, x, (rows, cols), x.dtype)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             check_like(name, tensor, x, (cols,), tensor.dtype if tensor.dtype in HIGH_DTYPES else x.dtype)

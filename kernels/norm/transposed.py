@@ -54,10 +54,11 @@ def fits(tensors: NormTensors) -> bool:
     x, columnwise = tensors.x, tensors.columnwise
     if columnwise is None or tensors.residual is not None or tensors.out is not None:
         return False
+    if not (is_good_shape(*x.shape) and _is_hopper(x.device)):
+        return False
     inputs = [tensor for tensor in (x, tensors.weight, tensors.bias) if tensor is not None]
     are_taken = all(_is_taken(tensor, torch.bfloat16) for tensor in inputs)
-    are_taken = are_taken and _is_taken(columnwise, torch.float8_e4m3fn)
-    return are_taken and is_good_shape(*x.shape) and _is_hopper(x.device)
+    return are_taken and _is_taken(columnwise, torch.float8_e4m3fn)
 
 
 def is_good_shape(rows: int, cols: int) -> bool:

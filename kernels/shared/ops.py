@@ -46,7 +46,7 @@ def operator(
 
     def call(first: Tensor, *args: Any) -> None:
         # The dispatcher costs more host time than the launch; only observers need it.
-        if type(first) is not Tensor or torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+        if type(first) is not Tensor or torch.compiler.is_dynamo_compiling() or _len_torch_dispatch_stack():
             registered(first, *args)
         elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):
             # A backward may run inside torch.autocast, which would round FP32 operands of GEMMs.

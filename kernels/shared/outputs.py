@@ -74,12 +74,20 @@ def check_scalar(name: str, tensor: Tensor | None, x: Tensor) -> None:
     Raises:
         ValueError: if `tensor` is not one FP32 number on x's device.
     """
-    if tensor is None:
-        return
-    if tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != x.device:
+    check_scalars(x, (name, tensor))
+
+
+def check_scalars(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
+    """Check several scales and amaxes at once, as (name, tensor), like `check_scalar`."""
+    device = x.device
+    for name, tensor in named:
+        if tensor is None or (
+            tensor.numel() == 1 and tensor.dtype is torch.float32 and tensor.device == device
+        ):
+            continue
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be one FP32 number "
-            f"on {x.device}"
+            f"on {device}"
         )
 
 
@@ -109,8 +117,8 @@ def allocate_outputs(
     Raises:
         ValueError: if the options contradict each other.
     """
-    check_scalar("scale", scale, x)
-    check_scalar("amax", amax, x)
+    if scale is not None or amax is not None:
+        check_scalars(x, ("scale", scale), ("amax", amax))
     if dtype is None and columnwise:
         raise ValueError("columnwise output is FP8 only: give a dtype, float8_e4m3fn or float8_e5m2")
     if dtype is not None and dtype not in FP8_DTYPES:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +32,52 @@ except ImportError:  # a machine without a GPU
     gluon_jit = jit
 
 
-_HERE = nullcontext()
+def is_here(tensor: Tensor) -> bool:
+    """Whether launches go to the tensor's device now; always true of the interpreter's CPU tensors."""
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Context in which launches go to the tensor's device; does nothing for the interpreter's CPU tensors."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device(tensor.device)
+    return nullcontext() if is_here(tensor) else torch.cuda.device(tensor.device)
 
 
 POINTER_ALIGNMENT = 16
 """Bytes; Triton compiles another variant for an argument whose address is not a multiple of it."""
+
+
+class Variant(NamedTuple):
+    """One compiled variant of a kernel, and what starts it.
+
+    A start is `launch(*grid, stream, *between, *arguments)`, or `(.., *between, arguments)` if `is_packed`.
+    """
+
+    compiled: Any
+    launch: Callable[..., None]
+    between: tuple[Any, ...]
+    is_packed: bool
+
+
+def variant_of(compiled: Any) -> Variant:
+    """Finds what `compiled.run` calls in the end.
+
+    Triton's launcher for Nvidia asks in each call who allocates the kernel's scratch memory, although almost
+    no kernel has any.  Of launchers that are not known `compiled.run` itself is taken.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    no_hooks = (None, None, None)
+    kind = type(run)
+    is_known = (kind.__module__, kind.__name__) == ("triton.backends.nvidia.driver", "CudaLauncher")
+    if not is_known or run.global_scratch_size or run.profile_scratch_size:
+        return Variant(compiled, run, (function, metadata, *no_hooks), False)
+    no_scratch = (None, None)
+    options = (function, run.launch_cooperative_grid, run.launch_pdl)
+    if not hasattr(run, "kernel_signature"):  # Triton 3.6
+        return Variant(compiled, run.launch, (*options, *no_scratch, metadata, *no_hooks), False)
+    if getattr(run, "gsan_enabled", False):
+        return Variant(compiled, run, (function, metadata, *no_hooks), False)
+    described = (run.arg_annotations, run.kernel_signature)
+    return Variant(compiled, run.launch, (*options, metadata, *no_hooks, *no_scratch, *described), True)
 
 
 class PreparedKernel:
@@ -65,7 +99,7 @@ class PreparedKernel:
         self._kernel = kernel
         self._numbers = numbers
         self._options = options
-        self._variants: dict[tuple[Any, ...], Any] = {}
+        self._variants: dict[tuple[Any, ...], Variant] = {}
         self._hooks = triton.knobs.runtime
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
@@ -83,10 +117,13 @@ class PreparedKernel:
         variant = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         if reduce(or_, addresses) % POINTER_ALIGNMENT:
             variant = (*variant, *[address % POINTER_ALIGNMENT == 0 for address in addresses])
-        compiled = self._variants.get(variant)
-        if compiled is None:
-            self._variants[variant] = self._find_and_start(*tensors)
+        found = self._variants.get(variant)
+        if found is None:
+            compiled = self._find_and_start(*tensors)
+            if compiled is not None:
+                self._variants[variant] = variant_of(compiled)
             return
+        compiled, launch, between, is_packed = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         before, after = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
         if getattr(before, "calls", before) or getattr(after, "calls", after):
@@ -94,10 +131,10 @@ class PreparedKernel:
             compiled[self._grid](*addresses, *self._numbers, stream=stream)
             return
         # What that does, but for metadata that hooks would read, and calls of chains without any.
-        function, metadata = compiled.function, compiled.packed_metadata
-        compiled.run(
-            *self._grid, stream, function, metadata, None, None, None, *addresses, *self._numbers
-        )  # fmt: skip
+        if is_packed:
+            launch(*self._grid, stream, *between, (*addresses, *self._numbers))
+        else:
+            launch(*self._grid, stream, *between, *addresses, *self._numbers)
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
         """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
@@ -132,6 +169,7 @@ __all__ = [
     "for_each_shape",
     "gl",
     "gluon_jit",
+    "is_here",
     "jit",
     "on_device_of",
     "tl",

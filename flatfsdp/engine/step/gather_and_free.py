@@ -23,11 +23,11 @@ def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> 
         action: purpose of the gather; a backward also needs the transposes of FP8 weights.
     """
     missing = [group for group in groups if group.allocate()]
-    untransposed = [
-        group
-        for group in groups
-        if action is Action.BACKWARD and group.fp8 is not None and group.fp8.allocate_columnwise()
-    ]
+    untransposed = []
+    if action is Action.BACKWARD:
+        untransposed = [
+            group for group in groups if group.fp8 is not None and group.fp8.allocate_columnwise()
+        ]
     if not missing and not untransposed:
         return
     with stream.after_compute():

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.torch_private import never_traced
 
 
 class WriteCheck:
@@ -48,7 +47,6 @@ class WriteCheck:
                 "summon_full_params(), or initialise before the model is sharded"
             )
 
-    @never_traced
     def end(self) -> None:
         """Checks for writes inside a forward that has ended or failed.
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
 from flatfsdp.engine.step.reduce import Reducer
-from flatfsdp.engine.step.requires_grad import follow_requires_grad, require_one_flag
+from flatfsdp.engine.step.requires_grad import follow_one_flag
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.flat.nested import map_tensors, tensors_in
@@ -69,6 +69,20 @@ class SharedByUnits(Protocol):
 
     def begin_backward(self, forward: Forward | None = None) -> int:
         """Begins a backward at its first event; returns its number."""
+
+
+class Begun(NamedTuple):
+    """One call of a unit, from its beginning.
+
+    Attributes:
+        position: the unit's position in this forward; -1 in a recomputation.
+        inputs: all tensors of the arguments.
+        versions: the version of each input that required a gradient, by its id; empty under no_grad.
+    """
+
+    position: int
+    inputs: list[Tensor]
+    versions: dict[int, int]
 
 
 class Unit:
@@ -153,11 +167,10 @@ class Unit:
     # ---- forward ----------------------------------------------------------------------------------------
 
     @never_traced
-    def before_forward(self) -> int:
-        """Gathers the parameters; returns the unit's position in this forward."""
+    def before_forward(self, arguments: object) -> Begun:
+        """Gathers the parameters, for a call with these arguments."""
         for group in self.groups:
-            follow_requires_grad(group)
-            require_one_flag(group)
+            follow_one_flag(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {group.prefix}{name} was replaced after sharding, and nothing would update "
@@ -174,15 +187,18 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        return position
+        inputs = tensors_in(arguments)
+        return Begun(position, inputs, _versions_of(inputs))
 
     @never_traced
-    def after_forward(self, position: int, inputs: Any, given: dict[int, int], outputs: Any) -> Any:
+    def after_forward(self, begun: Begun, outputs: Any) -> Any:
         """Frees the parameters, or arranges for the backward to find them; returns the outputs.
 
-        Args:
-            given: versions of the inputs before the forward, from `versions_of`.
+        Raises:
+            RuntimeError: if the forward has written to a parameter, or returned one.
         """
+        self.writes.end()
+        position, inputs, given = begun
         tensors, uses_nothing = tensors_in(outputs), False
         differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
         returned = [t for t in differentiable if _is_input(t, given)]
@@ -215,6 +231,15 @@ class Unit:
             self.reshard()
         return outputs
 
+    @never_traced
+    def after_failure(self) -> None:
+        """Ends a forward that has failed.
+
+        Raises:
+            RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
+        """
+        self.writes.end()
+
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""
         for group in self.groups:
@@ -224,9 +249,9 @@ class Unit:
                     "freed now; return a copy (.clone())"
                 )
 
-    def _follow_inputs(self, inputs: Any) -> object | None:
+    def _follow_inputs(self, inputs: list[Tensor]) -> object | None:
         """Opens a use that ends when the inputs have their gradients; None if none will have one."""
-        awaited = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        awaited = {id(t): t for t in inputs if t.requires_grad}
         if not awaited:
             return None
         use = object()
@@ -289,8 +314,12 @@ class Unit:
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Notes that slot `index` of a trained group, or every slot for None, has its gradient."""
-        landed = self._landed[self.root.begin_backward()][group]
-        group.join_step()
+        by_group = self._landed.get(running_backward())
+        if by_group is None:
+            by_group = self._landed[self.root.begin_backward()]
+        landed = by_group[group]
+        if not landed:
+            group.join_step()
         slots = len(group.layout.slots)
         if index is None:
             landed.update(range(slots))
@@ -367,12 +396,10 @@ def _of_groups() -> defaultdict[FlatGroup, set[int]]:
     return defaultdict(set)
 
 
-@never_traced
-def versions_of(inputs: Any) -> dict[int, int]:
-    """Version of each input that requires a gradient, by its id; empty under no_grad."""
+def _versions_of(inputs: list[Tensor]) -> dict[int, int]:
     if not torch.is_grad_enabled():
         return {}
-    return {id(t): t._version for t in tensors_in(inputs) if t.requires_grad and not t.is_inference()}
+    return {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
 
 
 def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:

@@ -100,6 +100,11 @@ class Leaves:
         return _deviating(self._binding.layout, self._parameters, self.trains)
 
     @property
+    def shown_now(self) -> Sequence[Tensor]:
+        """What the module has at this moment, in slot order."""
+        return self._parameters
+
+    @property
     def versions(self) -> list[int]:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
         return [parameter._version for parameter in self._parameters]
@@ -215,7 +220,7 @@ class Views:
     @property
     def deviating(self) -> str | None:
         """Name of a parameter whose `requires_grad` somebody has changed."""
-        return _deviating(self._binding.layout, self._bound, self.trains)
+        return _deviating(self._binding.layout, self.shown_now, self.trains)
 
     @property
     def versions(self) -> list[int]:
@@ -241,17 +246,18 @@ class Views:
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
-        self._binding.bind(self._bound)
+        self._binding.bind(self.shown_now)
         if self.trains:
-            self._main_grad.expose(self._bound)
+            self._main_grad.expose(self.shown_now)
 
     @property
     def displaced(self) -> str | None:
         """Name of a parameter that somebody has replaced."""
-        return self._binding.displaced(self._bound)
+        return self._binding.displaced(self.shown_now)
 
     @property
-    def _bound(self) -> Sequence[Tensor]:
+    def shown_now(self) -> Sequence[Tensor]:
+        """What the module has at this moment, in slot order."""
         if self._is_concealed:
             return self._absent
         return self._views if self.trains else self._frozen_views

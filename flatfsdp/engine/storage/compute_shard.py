@@ -67,7 +67,8 @@ class ComputeShard:
         For FP8 weights that were built frozen it counts loads only, which all ranks make.  If it counted
         other writes, a rank whose shard was written to would ask for new scales alone.
         """
-        return (self._master.generation, -1) if self._is_cast_once_a_load else self._master.version
+        master = self._master  # `master.version` is inlined: asked for often
+        return master.generation, -1 if self._is_cast_once_a_load else master.flat._version
 
     @property
     def has_own_memory(self) -> bool:

@@ -468,7 +468,8 @@ class FlatGroup:
     @property
     def trains(self) -> bool:
         """Whether the parameters require gradients now; see `engine/step/requires_grad.py`."""
-        return self.flagged[0].requires_grad
+        listed = self.binding.listed  # as `flagged`, but asked for often
+        return (listed[0] if listed else self.master.flat).requires_grad
 
     @property
     def flagged(self) -> Sequence[nn.Parameter]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flatfsdp.kernels.attention.join import join_heads
 from flatfsdp.kernels.attention.rope import rope
 from flatfsdp.layers.attention.rotary import RotaryTables, apply_rotary
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import Function, once_differentiable
 
 
 class QKV(NamedTuple):
@@ -202,10 +202,10 @@ def split_and_rotate(
     """
     _check_width(mixed, heads, groups, head_dim)
     heads_of = HeadsOf(heads, groups, head_dim, interleaved)
-    return QKV(*_SplitAndRotate.apply(mixed, cos, sin, heads_of, batch_first, neighbours))
+    return QKV(*_SplitAndRotate.run(mixed, cos, sin, heads_of, batch_first, neighbours))
 
 
-class _SplitAndRotate(torch.autograd.Function):
+class _SplitAndRotate(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -200,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grads = _chunked_backward(to_grad, saved, ctx.call, ctx.chunk_tokens)
         else:
             ctx.is_spent = True
-            grads = linear_backward(Quantized(to_grad.over(logits), None), saved, ctx.call)
+            grads = linear_backward(Quantized(to_grad.over(logits), None), saved, ctx.call, ctx)
         return grads.x, grads.weight, None, None, None, None, None
 
 

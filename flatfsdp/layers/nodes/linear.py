@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import Function, once_differentiable
 
 
-class LinearNode(torch.autograd.Function):
+class LinearNode(Function):
     """Autograd node of x w^T + b."""
 
     @staticmethod
@@ -40,5 +39,5 @@ class LinearNode(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of x, weight and bias."""
         saved = LinearSaved.of(ctx.saved_tensors)
-        dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
+        dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call, ctx)
         return dx, dweight, dbias, None, None

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import Function, once_differentiable
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class NormLinearSpec:
     keep: bool
 
 
-class NormLinearNode(torch.autograd.Function):
+class NormLinearNode(Function):
     """Autograd node of norm(x) w^T + b; returns the result, norm(x) if requested, and the norm's input."""
 
     @staticmethod
@@ -77,7 +76,8 @@ class NormLinearNode(torch.autograd.Function):
         call, norm = ctx.spec.call, ctx.spec.norm
         dweight = dbias = None
         if dy is not None:
-            dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved[4:]), call)
+            quantized = quantize_grad(dy, call)
+            dx, dweight, dbias = linear_backward(quantized, LinearSaved.of(saved[4:]), call, ctx)
             dnormalized = add_to(dx, dnormalized)
         grads = input_grads(dnormalized, saved[:4], norm, dresidual, has_residual=ctx.needs_input_grad[1])
         return *grads, dweight, dbias, None, None

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
@@ -23,7 +22,7 @@ from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import Function, once_differentiable
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ def _before_fc2(
     return _BeforeFc2(normalized, saved, fc1_out, activated)
 
 
-class NormMLPNode(torch.autograd.Function):
+class NormMLPNode(Function):
     """Autograd node of norm and MLP; returns the result, norm(x) if requested, and the norm's input."""
 
     @staticmethod
@@ -139,11 +138,11 @@ class NormMLPNode(torch.autograd.Function):
         fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
         if dy is not None:
             quantized = quantize_grad(dy, spec.fc2)
-            dactivated, fc2_dweight, fc2_dbias = linear_backward(quantized, saved.fc2, spec.fc2)
+            dactivated, fc2_dweight, fc2_dbias = linear_backward(quantized, saved.fc2, spec.fc2, ctx)
             if dactivated is not None:
                 assert saved.fc1_out is not None
                 quantized = _activation_backward(dactivated, saved.fc1_out, spec)
-                dx, fc1_dweight, fc1_dbias = linear_backward(quantized, saved.fc1, spec.fc1)
+                dx, fc1_dweight, fc1_dbias = linear_backward(quantized, saved.fc1, spec.fc1, ctx)
                 dnormalized = add_to(dx, dnormalized)
         maps = (fc1_dweight, fc1_dbias, fc2_dweight, fc2_dbias)
         grads = input_grads(

@@ -5,9 +5,11 @@ It is prepared anew for another tile.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from flatfsdp.kernels import activation
 from flatfsdp.kernels.attention import join, rope
 from flatfsdp.kernels.cast import cast, column_sum
 from flatfsdp.kernels.shared.tiles import Tile
-from flatfsdp.kernels.shared.triton import PreparedKernel, triton
+from flatfsdp.kernels.shared.triton import PreparedKernel, triton, variant_of
 
 
 @dataclass
@@ -132,6 +134,34 @@ def test_addresses_between_multiples_of_16_are_other_variants() -> None:
     for tensors in (*pairs, *pairs):
         start(*tensors)
     assert [who for who, *_ in kernel.calls] == ["triton"] * 4 + ["compiled"] * 4
+
+
+def test_variants_start_as_their_launcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the Triton installed, with its last call recorded."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(type(triton.runtime.driver), "active", SimpleNamespace(), raising=False)
+    started: list[Any] = []
+    launcher = object.__new__(driver.CudaLauncher)
+    has_signature = "kernel_signature" in inspect.getsource(driver.CudaLauncher)
+    described = {"arg_annotations": "annotations", "kernel_signature": "signature", "gsan_enabled": False}
+    vars(launcher).update(
+        launch=lambda *args: started.append(args),
+        **dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0),
+        **dict.fromkeys(("global_scratch_align", "profile_scratch_align", "num_ctas"), 1),
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        **(described if has_signature else {}),
+    )
+    compiled = SimpleNamespace(run=launcher, function=1, packed_metadata="packed")
+    launcher(5, 3, 1, 7, 1, "packed", None, None, None, 128, 0, 17)
+    for scratch in (0, 16):
+        launcher.global_scratch_size = scratch
+        found = variant_of(compiled)
+        assert (found.launch is launcher) == bool(scratch)
+        launcher.global_scratch_size = 0
+        arguments = ((128, 0, 17),) if found.is_packed else (128, 0, 17)
+        found.launch(5, 3, 1, 7, *found.between, *arguments)
+    assert len(started) == 3 and started[0] == started[1] == started[2]
 
 
 @pytest.mark.usefixtures("one_gpu")

@@ -365,3 +365,10 @@ def test_another_truth_value_than_pythons(value: Any) -> None:
     for layer, inp in ((Linear(32, 48), x), (LayerNormMLP(32, 48), x), (Embedding(32, 48), ids)):
         with pytest.raises(TypeError, match=f"{type(layer).__name__}: is_first_microbatch is"):
             layer(inp, is_first_microbatch=value)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, lambda layer: torch.func.grad(lambda x: layer(x).sum())])
+def test_transforms_of_functorch_raise(transform: Any) -> None:
+    """A node that is run without functorch's questions would return wrong results instead."""
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        transform(Linear(8, 4))(torch.randn(3, 8))

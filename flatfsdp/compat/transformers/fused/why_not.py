@@ -48,12 +48,12 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
     found: Facts = []
     for module in modules:
         state = module.__dict__
-        found.append(module)
-        found.append(module.__class__)
-        found.append("bias" in state or state["_parameters"].get("bias") is not None)
         before, after, of_grad, before_grad = _hooks_in(state)
+        changes = None
         if before or after or of_grad or before_grad or "forward" in state:
-            found.append((len(before), len(after), len(of_grad), len(before_grad), "forward" in state))
+            changes = (len(before), len(after), len(of_grad), len(before_grad), "forward" in state)
+        has_bias = "bias" in state or state["_parameters"].get("bias") is not None
+        found.append((module, module.__class__, has_bias, changes))
         if "base_layer" in state["_modules"] and lora.is_lora(module):
             found.append(lora.state_of(module))
             found += facts_of([lora.base_of(module)])
