@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.changes import fetched
 from flatfsdp.engine.storage.group import Passage
-from flatfsdp.fp8.delayed_scaling import Arena, Scaling
+from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
 from flatfsdp.torch_private import allows_tf32, has_global_hooks
@@ -54,7 +54,9 @@ class Facts(NamedTuple):
         modes: whether each module is in training mode.
         trained: whether each group is trained.
         addresses: addresses of shards and FP8 scales.
-        buffers: addresses, shapes with dtypes, and strides of all modules' buffers.
+        buffers: addresses, shapes with dtypes, and strides of all modules' buffers, except FP8 scales.
+        scales: which buffers FP8 layers have, by `id`; they get others when their scales move.  A recording
+            keeps its own, so that no other object gets the same number.
         has_scales: whether each `Scaling` has scales; before that, tensors are cast with their own.
         ambient: settings of PyTorch and FP8 around the call.
     """
@@ -64,6 +66,7 @@ class Facts(NamedTuple):
     trained: list[bool]
     addresses: list[int]
     buffers: list[list[Any]]
+    scales: list[int]
     has_scales: list[bool]
     ambient: tuple[Any, ...]
 
@@ -72,8 +75,8 @@ class Surroundings:
     """The places of one model's facts, collected once: each microbatch asks for all of them.
 
     Attributes:
-        arenas: memory of the FP8 scales of all layers; layers that run for the first time get new ones, see
-            `renew`.
+        scalings: FP8 scales of all layers; layers that run for the first time get new ones, see `renew`.
+        arenas: memory of these scales.
     """
 
     def __init__(self, root: Root, model: nn.Module) -> None:
@@ -81,12 +84,10 @@ class Surroundings:
         modules = list(model.modules())
         self._states = [vars(module) for module in modules if _has_own_mode(module)]
         self._of_others = [module for module in modules if not _has_own_mode(module)]
-        # FP8 layers get buffers when they first run, and others when they come to share new layers' scales.
-        self._buffers = [
-            module._buffers for module in modules if module._buffers or isinstance(module, Countable)
-        ]
+        self._buffers = [module._buffers for module in modules if _has_other_buffers(module)]
         self._layers = [module for module in modules if isinstance(module, Countable)]
         self._counted = [vars(layer) for layer in self._layers]
+        self._of_layers = [layer._buffers for layer in self._layers]
         self._flagged = [group.flagged[0] for group in root.groups]
         self._flats = [group.master.flat for group in root.groups]
         self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
@@ -102,11 +103,11 @@ class Surroundings:
     def renew(self) -> None:
         """Collects again after an eager microbatch, in which layers may have got scales."""
         of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
-        self._scalings: list[Scaling] = [scaling for scalings in of_layers for scaling in scalings]
-        self.arenas: list[Arena] = list(dict.fromkeys(scaling.arena for scaling in self._scalings))
+        self.scalings: list[Scaling] = [scaling for scalings in of_layers for scaling in scalings]
+        self.arenas: list[Arena] = list(dict.fromkeys(scaling.arena for scaling in self.scalings))
         of_arenas = (tensor for arena in self.arenas for tensor in (arena.scale, arena.history))
         self._fixed = [*self._flats, *of_arenas]
-        self._of_scalings = [vars(scaling) for scaling in self._scalings]
+        self._of_scalings = [vars(scaling) for scaling in self.scalings]
 
     def facts(self) -> Facts:
         """The facts at this moment."""
@@ -121,9 +122,14 @@ class Surroundings:
             list(map(_REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
             [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
+            list(map(id, self.buffers_of_scales())),
             self._have_scales(),
             _ambient(),
         )
+
+    def buffers_of_scales(self) -> list[Tensor | None]:
+        """The buffers of all FP8 layers."""
+        return list(chain.from_iterable(map(dict.values, fetched(self._of_layers))))
 
     def _look_at_groups(self) -> OfGroups:
         """Facts of all groups; the same object as long as they cannot have changed."""
@@ -138,7 +144,7 @@ class Surroundings:
     def _have_scales(self) -> list[bool]:
         known = list(map(_KNOWN, fetched(self._of_scalings)))
         # Buffers that have just been loaded have to be asked.
-        return [scaling.has_scales for scaling in self._scalings] if None in known else known
+        return [scaling.has_scales for scaling in self.scalings] if None in known else known
 
     def why_not(self, *, is_last: bool) -> str | None:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
@@ -156,6 +162,14 @@ class Surroundings:
 def _has_own_mode(module: nn.Module) -> bool:
     """Whether `training` is an ordinary attribute; a compiled module asks the one that it is made of."""
     return "training" in vars(module) and not hasattr(type(module), "training")
+
+
+def _has_other_buffers(module: nn.Module) -> bool:
+    """Whether it has buffers other than FP8 scales, which layers get, and exchange, as they run."""
+    names: set[str] = set()
+    if isinstance(module, Countable):
+        names.update(*map(buffer_names, get_args(Direction)))
+    return not module._buffers.keys() <= names
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
+from flatfsdp.engine.replay.facts import Surroundings
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.root import Root
@@ -47,15 +48,18 @@ class Recording:
         self,
         graphs: Graphs,
         root: Root,
-        arenas: Sequence[Arena],
+        surroundings: Surroundings,
         run: Callable[[Sequence[Tensor]], Outputs],
         inputs: list[Tensor],
         moves: RandomMoves,
     ) -> None:
         self._root = root
         self._inputs = inputs
-        self._arenas = arenas
+        self._arenas = arenas = surroundings.arenas
+        # Facts tell them by their numbers, which no other object may get.
+        self._keeps = surroundings.buffers_of_scales()
         before, found = Moved.of(root.ledger), root.passages()
+        lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
         root.reducer.recorded = []
         self._renew()
         region = current_region()
@@ -74,7 +78,9 @@ class Recording:
         ]
         self._reduced: list[FlatGroup] = root.reducer.recorded
         self.scalings: list[Scaling] = root.scales.noted
-        self._scaled = [scaling for scaling in self.scalings if scaling.has_scales]
+        self._first_scaled = [
+            scaling for scaling in self.scalings if scaling.has_scales and scaling in lacking
+        ]
         self._moved = Moved.of(root.ledger).since(before)
 
     def run_first(self) -> Outputs:
@@ -93,8 +99,7 @@ class Recording:
         if (region := current_region()) is not None:
             for scaling in self._used_in_region:
                 region.use(scaling)
-        # A skipped step may have taken the scales of a first update away, which this one has made again.
-        for scaling in self._scaled:
+        for scaling in self._first_scaled:
             scaling.has_scales = True
         self._moved.add_to(self._root.ledger)
         self._root.skip_to(self._changed, self._reduced)

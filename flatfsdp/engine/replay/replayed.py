@@ -32,7 +32,7 @@ from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.units import UnitModule, root_of
-from flatfsdp.fp8.delayed_scaling import Arena, Scaling
+from flatfsdp.fp8.delayed_scaling import Scaling
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class Replayed(Generic[P, R]):
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
         if reason is None and seen.times >= WARM_UP:
-            return self._record(graphs, root, key, call, seen, surroundings.arenas, tensors)
+            return self._record(graphs, root, key, call, seen, surroundings, tensors)
         root.begin_replayable((), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
         with graphs.watched() as moves:
@@ -220,7 +220,7 @@ class Replayed(Generic[P, R]):
         key: Key,
         call: Call,
         seen: _Seen,
-        arenas: Sequence[Arena],
+        surroundings: Surroundings,
         tensors: list[Tensor],
     ) -> R:
         assert seen.facts is not None and seen.moves is not None
@@ -229,7 +229,9 @@ class Replayed(Generic[P, R]):
         root.begin_replayable(seen.scalings, Action.REPLAY, self._number(key))
         inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
         try:
-            recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs, seen.moves)
+            recording = Recording(
+                graphs, root, surroundings, partial(self._call, call, seen), inputs, seen.moves
+            )
         except BaseException:
             # The random numbers of all recordings are out of step now.
             self._seen.clear()
