@@ -202,7 +202,14 @@ def _replayed(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         **_arguments(shape, fuse_wgrad_accumulation=True, dtype=torch.float32), device=x.device
     )
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = shard(layer, device=x.device, precision=precision, optimize_backward_concat=True)
+    # ZeRO-3 would transpose the FP8 weights again in each microbatch, and has nothing to share on one rank.
+    model = shard(
+        layer,
+        device=x.device,
+        precision=precision,
+        optimize_backward_concat=True,
+        reshard_after_forward=False,
+    )
     recipe = DelayedScaling(amax_history_len=16)
 
     def compute() -> tuple[Tensor, Tensor | None]:
