@@ -7,7 +7,7 @@ Next: `replayed.py` compares them before each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, get_args
@@ -32,6 +32,7 @@ _KIND = attrgetter("shape", "dtype")
 # From an object's own dict: to find attributes, Python also looks at the object, its class and all bases.
 _IS_TRAINING = itemgetter("training")
 _KNOWN = itemgetter("known")
+_ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 class OfGroups(NamedTuple):
@@ -91,12 +92,8 @@ class Surroundings:
         self._flagged = [group.flagged[0] for group in root.groups]
         self._flats = [group.master.flat for group in root.groups]
         self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
-        self._with_own: list[Mapping[int, Any]] = []
-        self._without_own: list[Mapping[int, Any]] = []
-        for hooks in (hooks for module in modules for hooks in _hooks_of(module)):
-            # A wrapper has a hook on the module that it wraps.
-            is_owned = any(map(is_own_hook, hooks.values()))
-            (self._with_own if is_owned else self._without_own).append(hooks)
+        self._hooks = [hooks for module in modules for hooks in _hooks_of(module)]
+        self._sort_hooks()
         self._of_groups: tuple[Any, OfGroups] | None = None
         self.renew()
 
@@ -108,6 +105,18 @@ class Surroundings:
         of_arenas = (tensor for arena in self.arenas for tensor in (arena.scale, arena.history))
         self._fixed = [*self._flats, *of_arenas]
         self._of_scalings = [vars(scaling) for scaling in self.scalings]
+
+    def _sort_hooks(self) -> None:
+        """Tells modules' hooks that may be recorded from all others, of which there should be none."""
+        self._recordable: list[dict[int, Any]] = []
+        self._others: list[dict[int, Any]] = []
+        for hooks in self._hooks:
+            may_be = bool(hooks) and all(map(_may_be_recorded, hooks.values()))
+            (self._recordable if may_be else self._others).append(hooks)
+        self._recorded = self._recordable_now()
+
+    def _recordable_now(self) -> list[tuple[Any, ...]]:
+        return list(map(tuple, map(dict.values, self._recordable)))
 
     def facts(self) -> Facts:
         """The facts at this moment."""
@@ -150,8 +159,10 @@ class Surroundings:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
-        if any(fetched(self._without_own)) or max(map(len, self._with_own), default=0) > 1:
-            return "modules have hooks, which would not run in replays"
+        if any(fetched(self._others)) or self._recordable_now() != self._recorded:
+            self._sort_hooks()
+            if any(self._others):
+                return "modules have hooks, which would not run in replays"
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
         if is_last and any(group.trains and not group.is_kept_grad_free for group in self._root.groups):
@@ -170,6 +181,15 @@ def _has_other_buffers(module: nn.Module) -> bool:
     if isinstance(module, Countable):
         names.update(*map(buffer_names, get_args(Direction)))
     return not module._buffers.keys() <= names
+
+
+def _may_be_recorded(hook: Any) -> bool:
+    """Whether a hook launches nothing and has no other effect, so that a replay is right without it."""
+    # A wrapper has a hook on the module that it wraps; for gradient checkpointing, transformers and PEFT have
+    # one that calls `requires_grad_` of the embedding's output.
+    name, package = getattr(hook, "__name__", ""), getattr(hook, "__module__", "").partition(".")[0]
+    asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
+    return is_own_hook(hook) or asks_for_grads
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

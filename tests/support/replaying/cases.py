@@ -46,7 +46,7 @@ def nothing(_model: Any) -> None:
 
 def compile_blocks(model: Any) -> None:
     for module in model.modules():
-        if isinstance(module, Plain) or type(module).__name__ == "LlamaDecoderLayer":
+        if isinstance(module, Plain):
             module.compile()
 
 
@@ -183,7 +183,6 @@ HUGGING_FACE = [
     Case("fused, delayed", False, 3, SHORT, way="in place", family=FUSED),
     Case("fused, stored", True, 1, SHORT, True, "in place", FUSED),
     Case("converted", True, 2, SHORT, way="in place", family=LLAMA, built=convert_all),
-    Case("compiled", True, 2, way="in place", family=LLAMA, ready=compile_blocks),
     Case("fused, recomputed", True, 2, way="in place", family=FUSED, built=recompute_layers),
     Case("dropout, recomputed", True, 2, way="in place", family=DROPPING_FUSED, built=recompute_layers),
     Case("delayed, recomputed", True, 2, SHORT, way="in place", family=FUSED, built=recompute_layers),

@@ -91,7 +91,7 @@ def test_hugging_face_models() -> None:
         for row in results("trainer-1b-m4-2.json")["rows"]:
             speed = f"{row['tokens_per_s_per_rank']:,.0f}", f"{row['times_as_fast']:.2f}"
             yield f"{row['median_ms']:.0f}", *speed, f"{row['peak_gib']:.1f}"
-        for row in results("replay-2-reshard.json")["rows"]:
+        for row in results("replay-1-reshard.json")["rows"]:
             if row["place"] == "middle":
                 times = f"{row['replay_us'] / 1e3:.2f}", f"{row['launch_us'] / 1e3:.2f}"
                 yield f"{row['nodes']:,}", f"{row['eager_us'] / 1e3:.1f}", *times
