@@ -341,9 +341,13 @@ def has_global_hooks() -> bool:
     return torch.nn.modules.module._has_any_global_hook()
 
 
-def allows_tf32() -> bool:
-    """`torch.backends.cuda.matmul.allow_tf32`, without the modules and conditions on the way to it."""
-    return torch._C._get_cublas_allow_tf32()
+def allows_tf32() -> bool | str:
+    """`torch.backends.cuda.matmul.allow_tf32`, or `fp32_precision`, if a program has set that one."""
+    try:
+        return torch._C._get_cublas_allow_tf32()
+    except RuntimeError:
+        # PyTorch refuses to answer the older question where the newer setting is used.
+        return torch.backends.cuda.matmul.fp32_precision
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -374,12 +378,21 @@ def begin_imagined_ranks(world: int) -> None:
 
 @contextmanager
 def random_states_by(
-    generator: torch.Generator, save: Callable[[], Tensor], restore: Callable[[Tensor], object]
+    generator: torch.Generator,
+    save: Callable[[], Tensor],
+    restore: Callable[[Tensor], object],
+    reseeded: Callable[[], object],
 ) -> Iterator[None]:
     """Context in which the state of a GPU's default generator is saved and restored by these functions.
 
     Activation checkpoints and `torch.random.fork_rng` look both up in `torch.cuda`, also in a backward's
     threads.
+
+    Args:
+        generator: the default generator of a GPU.
+        save: returns its state.
+        restore: is given such a state.
+        reseeded: called after a seed was set, as by `torch.manual_seed`.
     """
     get_rng_state, set_rng_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
 
@@ -396,11 +409,24 @@ def random_states_by(
         else:
             set_rng_state(new_state, device)
 
-    torch.cuda.get_rng_state, torch.cuda.set_rng_state = saved, restored
+    def noticed(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = function(*args, **kwargs)
+            reseeded()
+            return result
+
+        return call
+
+    replaced: dict[str, Any] = {"get_rng_state": saved, "set_rng_state": restored}
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+        replaced[name] = noticed(getattr(torch.cuda, name))
+    originals = {name: getattr(torch.cuda, name) for name in replaced}
+    vars(torch.cuda).update(replaced)
     try:
         yield
     finally:
-        torch.cuda.get_rng_state, torch.cuda.set_rng_state = get_rng_state, set_rng_state
+        vars(torch.cuda).update(originals)
 
 
 def backward_within_modes(loss: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 
 import torch
 
@@ -24,7 +25,9 @@ def take_gpu(local: int) -> torch.device:
     """
     host, gpu = divmod(local, torch.cuda.device_count())
     if host > 0:
-        os.environ["NCCL_HOSTID"] = f"{os.environ.get('NCCL_HOSTID', socket.gethostname())}-{host}"
+        # Machines may have equal names.
+        machine = os.environ.get("NCCL_HOSTID", f"{socket.gethostname()}-{uuid.getnode():x}")
+        os.environ["NCCL_HOSTID"] = f"{machine}-{host}"
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device

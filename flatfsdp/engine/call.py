@@ -79,4 +79,4 @@ def _around(
         unit.after_failure()
         raise
     state.uses -= 1
-    return unit.after_forward(begun, outputs)
+    return unit.after_forward(begun, (args, kwargs), outputs)

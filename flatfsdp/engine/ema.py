@@ -103,14 +103,15 @@ class EMA:
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
         self._declare()
-        self._write(self.shards)
-        versions = self._versions
         self._mark(is_inside=True)
+        is_written = False
         try:
+            self._write(self.shards)
+            versions = self._versions
             yield
+            is_written = versions != self._versions
         finally:
             self._mark(is_inside=False)
-            is_written = versions != self._versions
             # Before anything that waits for other ranks: where one of them has failed, it raises.
             self._write(trained)
         self._declare()

@@ -12,7 +12,7 @@ made on the device, without a host sync.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakSet
@@ -90,6 +90,17 @@ class StepScales:
         self._settled_by.clear()
         self._is_settled = False
 
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def abandon(self) -> None:
+        """Restores the state from the beginning of a step that has failed, and forgets the step."""
+        if not self._is_settled:
+            for scaling in self._without_scales:
+                scaling.has_scales = False
+            for live, saved in self._now_and_then():
+                live.copy_(saved)
+        self.forget()
+
     @property
     def noted(self) -> list[Scaling]:
         """The scales that forwards of this step have used so far."""
@@ -134,17 +145,23 @@ class StepScales:
         if self._without_scales and not taken.all():
             for scaling in self._without_scales:
                 scaling.has_scales = False
+        stays: dict[torch.device, Tensor] = {}
+        for live, saved in self._now_and_then():
+            if live.device not in stays:
+                stays[live.device] = taken.to(live.device) != 0
+            torch.where(stays[live.device], live, saved, out=live)
+
+    def _now_and_then(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scales and histories of all that was noted, each with its copy from the beginning of the step."""
         by_arena: dict[Arena, list[Columns]] = {}
         for scaling, (snapshot, then) in self._then.items():
             columns = Columns(scaling.columns.start, len(scaling.fp8_max), snapshot, then)
             by_arena.setdefault(scaling.arena, []).append(columns)
         for arena, of_arena in by_arena.items():
-            stays = taken.to(arena.scale.device) != 0
             for run in _neighbours(of_arena):
                 start, size = run[0].start, sum(columns.size for columns in run)
                 now = arena.scale.narrow(0, start, size), arena.history.narrow(1, start, size)
-                for live, saved in zip(now, _saved(run, size), strict=True):
-                    torch.where(stays, live, saved, out=live)
+                yield from zip(now, _saved(run, size), strict=True)
 
 
 def _neighbours(of_arena: Iterable[Columns]) -> list[list[Columns]]:

@@ -178,6 +178,17 @@ def test_save_pretrained_writes_the_average(rank: int) -> None:
     torch.testing.assert_close(read, {name: value + 0.5 for name, value in before.items()})
 
 
+@on_ranks(1)
+def test_the_trained_weights_are_back_where_not_all_are_written(rank: int) -> None:
+    model = net()
+    ema, _ = trained(model, rank)
+    before = {name: value.clone() for name, value in checkpoint.local_state_dict(model).items()}
+    ema.shards[-1] = torch.zeros(3)  # of another size, which cannot be copied
+    with pytest.raises(RuntimeError), ema.averaged():
+        pass
+    assert same(checkpoint.local_state_dict(model), before)
+
+
 def fails_on_rank_0(rank: int, _world_size: int) -> None:
     model = net(rank_timeout=2.0)
     ema, _ = trained(model, rank)

@@ -52,6 +52,7 @@ class Facts(NamedTuple):
 
     Attributes:
         of_groups: facts that only the engine changes.
+        hooks: hooks of modules that may be recorded.
         modes: whether each module is in training mode.
         trained: whether each group is trained.
         addresses: addresses of shards and FP8 scales.
@@ -63,6 +64,7 @@ class Facts(NamedTuple):
     """
 
     of_groups: OfGroups
+    hooks: list[tuple[Any, ...]]
     modes: list[bool]
     trained: list[bool]
     addresses: list[int]
@@ -119,7 +121,7 @@ class Surroundings:
         return list(map(tuple, map(dict.values, self._recordable)))
 
     def facts(self) -> Facts:
-        """The facts at this moment."""
+        """The facts at this moment; `why_not` has been asked before."""
         addresses = list(map(_ADDRESS, fetched(self._fixed)))
         # Nobody else has these tensors; only their memory can be exchanged, through others in it.
         addresses += map(_STORED_AT, fetched(self._storages))
@@ -127,6 +129,7 @@ class Surroundings:
         buffers = [buffer for buffer in of_modules if buffer is not None]
         return Facts(
             self._look_at_groups(),
+            self._recorded,
             [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
             list(map(_REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
@@ -187,7 +190,7 @@ def _may_be_recorded(hook: Any) -> bool:
     """Whether a hook launches nothing and has no other effect, so that a replay is right without it."""
     # A wrapper has a hook on the module that it wraps; for gradient checkpointing, transformers and PEFT have
     # one that calls `requires_grad_` of the embedding's output.
-    name, package = getattr(hook, "__name__", ""), getattr(hook, "__module__", "").partition(".")[0]
+    name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
     asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
     return is_own_hook(hook) or asks_for_grads
 

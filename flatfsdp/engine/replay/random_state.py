@@ -32,7 +32,7 @@ class RandomMoves:
         restored: distance from the beginning of the microbatch after each restore.
         end: distance at its end.
         draws: whether it has drawn random numbers.
-        reseeds: whether it has restored a state of another seed, which no recording can follow.
+        reseeds: whether it has set a seed, or restored a state of another one, which no recording follows.
     """
 
     restored: list[int] = field(default_factory=list)
@@ -54,7 +54,10 @@ def watched(generator: torch.Generator) -> Iterator[RandomMoves]:
         moves.reseeds |= generator.initial_seed() != seed
         moves.restored.append(moves.end)
 
-    with random_states_by(generator, generator.get_state, restore):
+    def reseeded() -> None:
+        moves.reseeds = True
+
+    with random_states_by(generator, generator.get_state, restore, reseeded):
         yield moves
     end = generator.get_offset() - begin
     moves.draws |= end != moves.end
@@ -91,7 +94,7 @@ class RecordedRandomStates:
             restores += 1
 
         try:
-            with random_states_by(self._generator, _nothing, restore):
+            with random_states_by(self._generator, _nothing, restore, lambda: None):
                 yield
         finally:
             self._generator.graphsafe_set_state(own)

@@ -175,13 +175,13 @@ class Replayed(Generic[P, R]):
                 group.follow_stream()
         surroundings = self._surroundings
         root.look_before_replayable()
+        reason = surroundings.why_not(is_last=key.kind.is_last)
         facts = surroundings.facts()
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = _Seen()
             self._forget_unused()
         self._seen.move_to_end(key)
-        reason = surroundings.why_not(is_last=key.kind.is_last)
         if seen.moves is not None and seen.moves.reseeds:
             reason = "the microbatch sets a random seed, which replays would not"
         if reason is not None:

@@ -406,9 +406,7 @@ class Root:
         for unit in self.units:
             unit.abandon()
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.
-        for scaling in self.scales.noted:
-            scaling.forget()
-        self.scales.forget()
+        self.scales.abandon()
         self.microbatch.end_step()
 
 

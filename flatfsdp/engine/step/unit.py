@@ -76,12 +76,10 @@ class Begun(NamedTuple):
 
     Attributes:
         position: the unit's position in this forward; -1 in a recomputation.
-        inputs: all tensors of the arguments.
         versions: the version of each input that required a gradient, by its id; empty under no_grad.
     """
 
     position: int
-    inputs: list[Tensor]
     versions: dict[int, int]
 
 
@@ -187,18 +185,22 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        inputs = tensors_in(arguments)
-        return Begun(position, inputs, _versions_of(inputs))
+        return Begun(position, _versions_of(tensors_in(arguments)))
 
     @never_traced
-    def after_forward(self, begun: Begun, outputs: Any) -> Any:
+    def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
         """Frees the parameters, or arranges for the backward to find them; returns the outputs.
+
+        Args:
+            begun: what `before_forward` returned.
+            arguments: the same as there; not kept in between, as a forward may replace what is in them.
+            outputs: result of the forward.
 
         Raises:
             RuntimeError: if the forward has written to a parameter, or returned one.
         """
         self.writes.end()
-        position, inputs, given = begun
+        position, given = begun
         tensors, uses_nothing = tensors_in(outputs), False
         differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
         returned = [t for t in differentiable if _is_input(t, given)]
@@ -212,7 +214,7 @@ class Unit:
             tensors = tensors_in(outputs)
             differentiable = [t for t in tensors if t.requires_grad]
         if differentiable:
-            use = self._follow_inputs(inputs)
+            use = self._follow_inputs(tensors_in(arguments))
             versions = [group.compute_shard.version for group in self.groups]
             # A recomputation may belong to an earlier forward.
             forward = None if in_backward() else self.root.order.current

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,24 @@ def scales(factor: float | None) -> list[Tensor]:
             found.append(model.last.fp8_backward_scale.clone())
         model.zero_grad()
     return found
+
+
+@on_ranks(1)
+def test_amaxes_of_good_steps_before_stay(rank: int) -> None:
+    """One region around three steps, whose scales move at its end; the second fails."""
+    torch.manual_seed(0)
+    model, x = shard(Net()), torch.randn(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with autocast(recipe=DelayedScaling(amax_history_len=4)):
+        for factor, error in ((100.0, None), (1.0, ZeroDivisionError), (1.0, None)):
+            model.error = error
+            y = model(factor * x)
+            with nullcontext() if error is None else pytest.raises(error):
+                y.square().mean().backward()
+            if error is None:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert model.first.fp8_forward_amax_history[-1, 0] == 100 * x.abs().max()
 
 
 @pytest.mark.parametrize("factor", [1e30, float("nan")])

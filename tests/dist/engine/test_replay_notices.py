@@ -86,6 +86,28 @@ def hook_in_the_dict(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def recordable_hook(model: Any) -> Iterator[None]:
+    """The hook of gradient checkpointing may be recorded, but what was recorded before is without it."""
+
+    def make_inputs_require_grads(_module: object, _args: object, output: Tensor) -> None:
+        output.requires_grad_()
+
+    make_inputs_require_grads.__module__ = "transformers.modeling_utils"
+    handle = linear(model).register_forward_hook(make_inputs_require_grads)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def hook_of_no_module(model: Any) -> Iterator[None]:
+    names: dict[str, Any] = {}
+    exec("def hook(*_): pass", {"__name__": None}, names)
+    handle = linear(model).register_forward_hook(names["hook"])
+    yield
+    handle.remove()
+
+
+@contextmanager
 def hook_for_all_modules(_model: Any) -> Iterator[None]:
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     yield
@@ -220,6 +242,8 @@ CHANGES: list[Change] = [
         )
     ),
     hook_in_the_dict,
+    recordable_hook,
+    hook_of_no_module,
     hook_for_all_modules,
     other_buffer,
     other_memory_of_a_buffer,

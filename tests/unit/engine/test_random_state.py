@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -145,6 +146,18 @@ def test_another_seed_is_noticed() -> None:
     with watched(generator) as moves:
         torch.cuda.set_rng_state(torch.tensor([9, 0]))
     assert moves.reseeds
+
+
+@pytest.mark.parametrize(
+    "seeds", ["torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"]
+)
+def test_a_seed_is_noticed(seeds: str) -> None:
+    """A capture would ignore the seed that the generator has already, and replays go on with new numbers."""
+    generator: Any = Generator()
+    before = vars(torch.cuda).copy()
+    with watched(generator) as moves:
+        attrgetter(seeds.removeprefix("torch."))(torch)(5)
+    assert moves.reseeds and vars(torch.cuda) == before
 
 
 def test_another_number_of_restores_raises() -> None:
