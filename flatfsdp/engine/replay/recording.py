@@ -99,6 +99,7 @@ class Recording:
         if (region := current_region()) is not None:
             for scaling in self._used_in_region:
                 region.use(scaling)
+        # A skipped step may have taken away the scales of a first update, which this replay has made again.
         for scaling in self._first_scaled:
             scaling.has_scales = True
         self._moved.add_to(self._root.ledger)
