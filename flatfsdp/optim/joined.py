@@ -174,9 +174,10 @@ class Joined(Updated):
         joint = self._viewed.joint_grad(self._first, self._last)
         if joint is not None:
             grad = joint.flat[self._start : self._stop]
-            idle = self._views.keys() & joint.idle
+            if self._views and self._has_one_history and not joint.idle:
+                return Due(self, [grad], [Piece(0, grad.numel(), grad, next(iter(self._views)))])
             # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
-            return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - idle, grad)))
+            return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
         grads: dict[int, Tensor] = {}
         for number, (view, _, _) in self._views.items():
             if (found := grad_of(view)) is not None:
@@ -192,13 +193,6 @@ class Joined(Updated):
         Args:
             grads: by view, its own gradient, or the one of all views together; idle views have none.
         """
-        if not self._views:
-            return [Piece(0, self.parameter.numel(), None)]
-        first = next(iter(self._views))
-        if self._has_one_history and len(grads) == len(self._views):
-            grad = grads[first]
-            if grad.numel() == self.parameter.numel():
-                return [Piece(0, grad.numel(), grad, first)]
         found: list[list[int]] = []
         before: tuple[Tensor | None, Tensor | None] | None = None
         for number in self._views:
