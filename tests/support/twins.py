@@ -117,7 +117,7 @@ def _optimizer(kind: str, params: Any, decay: float, max_norm: float | None = No
     namespace: Any = flatfsdp.optim if whose == "our" else torch.optim
     options: dict[str, Any] = {"max_grad_norm": max_norm} if whose == "our" else {}
     if what == "SGD":
-        options |= {"lr": 0.1, "momentum": 0.9, "nesterov": "nesterov" in how}
+        options |= {"lr": 0.02, "momentum": 0.9, "nesterov": "nesterov" in how}
     else:
         options |= {"lr": 1e-2}
     return getattr(namespace, what)(params, weight_decay=decay, **options)
