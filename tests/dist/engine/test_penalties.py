@@ -1,0 +1,115 @@
+"""A penalty on the parameters that a model lists trains as in plain PyTorch, in any microbatch, at any weight.
+
+Autograd writes such a gradient to `.grad` by itself, while those of the loss are accumulated elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.both_forms import WAYS
+from tests.support.ranks import on_ranks
+from tests.support.twins import Microbatch, Penalty, Twins, Update, slot_net
+
+NONE, L2, ZERO, PROXIMAL = None, Penalty(0.05), Penalty(0.0), Penalty(0.1, from_start=True)
+
+
+def each(*penalties: Penalty | None, **options: Any) -> list[Microbatch]:
+    """A step: microbatches with these penalties."""
+    return [Microbatch(penalty=penalty, **options) for penalty in penalties]
+
+
+PROGRAMS: dict[str, list[list[Microbatch]]] = {
+    "annealed, from zero": [each(ZERO, ZERO, ZERO), each(L2, L2, L2), each(ZERO, ZERO)],
+    "proximal, zero in the first step": [each(*[PROXIMAL] * 4), each(PROXIMAL, PROXIMAL)],
+    "in the only microbatch": [each(L2), each(ZERO)],
+    "in the first microbatch": [each(L2, NONE, NONE), each(ZERO, NONE)],
+    "in the middle microbatch": [each(NONE, L2, NONE), each(NONE, ZERO, NONE)],
+    "in the last microbatch": [each(NONE, NONE, L2), each(NONE, ZERO)],
+    "of one element": [each(*[Penalty(0.5, only="scale")] * 3), each(NONE, Penalty(0.5, only="scale"))],
+    "of a parameter that is zero": [each(*[Penalty(0.5, only="shift")] * 3), each(NONE, L2)],
+    "of what no loss uses": [
+        each(NONE, Penalty(0.5, only="heads.1")),
+        each(*[Penalty(0.0, only="heads.1")] * 2),
+    ],
+    "alone, before the loss": [each(L2, L2, order="before"), each(NONE, ZERO, order="before")],
+    "alone, after the loss": [each(L2, L2, order="after"), each(ZERO, NONE, order="after")],
+}
+SETUPS: list[dict[str, Any]] = [
+    {"kind": "torch SGD", "optimize_backward_concat": True},
+    {"kind": "our AdamW", "optimize_backward_concat": False, "reshard_after_forward": False},
+    {"kind": "our SGD nesterov", "optimize_backward_concat": True, "grad_sync": "every"},
+]
+LAST_ONLY, ANNEALED = PROGRAMS["in the last microbatch"], PROGRAMS["annealed, from zero"]
+
+
+def train(twins: Twins, program: Sequence[Sequence[Microbatch]], **options: Any) -> None:
+    for step in program:
+        twins.step(step, **options)
+        twins.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(1, 2)
+def test_a_penalty_trains_as_in_plain_pytorch(way: str, program: str) -> None:
+    if way == "wrapped" and any(m.penalty and m.penalty.only for step in PROGRAMS[program] for m in step):
+        pytest.skip("a flat parameter has no name of its own")
+    for setup in SETUPS:
+        train(Twins(slot_net(), way=way, **setup), PROGRAMS[program])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(1, 2)
+def test_a_rank_whose_part_is_zero_keeps_what_it_has_accumulated(way: str) -> None:
+    """Only one rank's penalty is zero in all of a unit: no rank may take that for a `zero_grad()`."""
+    for setup in SETUPS:
+        net = slot_net()
+        with torch.no_grad():
+            for parameter in (net.units[0].scale, net.units[0].shift, *net.units[0].layers[0].parameters()):
+                parameter.zero_()
+        train(Twins(net, way=way, **setup), [*LAST_ONLY, *ANNEALED])
+
+
+@pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_norms_and_scalers_count_the_penalty(way: str, update: Update) -> None:
+    for kind in ("our AdamW",) if update == "optimizer clips" else ("our AdamW", "torch SGD"):
+        for program in (LAST_ONLY, ANNEALED):
+            train(Twins(slot_net(), kind, way=way, update=update), program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(1, 2)
+def test_gradients_of_an_earlier_step_are_added_to(way: str) -> None:
+    """Without `zero_grad()`, or with zeros in their place, the penalty meets gradients that are there."""
+    for setup in SETUPS:
+        for zeroes in (False, True):
+            twins = Twins(slot_net(), way=way, **setup)
+            for step in (each(NONE, ZERO), each(L2, NONE), each(NONE, NONE, L2)):
+                twins.step(step)
+                if zeroes:
+                    twins.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_penalty_under_no_sync(way: str) -> None:
+    for setup in SETUPS:
+        train(Twins(slot_net(), way=way, **setup), [*LAST_ONLY, *ANNEALED], by_no_sync=True)
+
+
+@on_ranks(2)
+def test_the_penalty_is_not_divided_by_the_number_of_ranks(rank: int) -> None:
+    """Each rank's part gets its own gradient, once a microbatch; here without the plain model."""
+    without, found = (Twins(slot_net(), "torch SGD") for _ in range(2))
+    without.backward(each(NONE, NONE))
+    found.backward(each(L2, L2))
+    for parameter, other in zip(found.ours.parameters(), without.ours.parameters(), strict=True):
+        expected = other.grad.as_subclass(torch.Tensor) + 2 * 2 * L2.weight * other.detach()
+        torch.testing.assert_close(parameter.grad.as_subclass(torch.Tensor), expected)

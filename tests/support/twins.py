@@ -1,0 +1,363 @@
+"""A sharded model and its plain twin: the same steps, the plain one on the data of all ranks.
+
+Plain gradients are the mean over ranks of each rank's sum over microbatches.  A penalty on `parameters()` is
+added once a microbatch and undivided: each rank has a part of it, and all parts together are one penalty.
+
+    sharded, rank r    for each microbatch: (loss(r) + penalty of this rank's parts).backward()
+    plain              sum over ranks of loss(r) / ranks, + the penalty of whole parameters
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import flatfsdp.optim
+from flatfsdp import ParamSlot, by_class, microbatches, whole_shape
+from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.wrap import WrapPolicy
+from tests.support.both_forms import sharded
+
+WIDTH = 4
+TOLERANCE = 1e-6
+"""Relative to the largest value that is compared."""
+
+
+class Slots(nn.Module):
+    """A unit of several layers, of which a call uses some; a parameter has one element, and one is zero."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.scale = nn.Parameter(torch.full((1,), 0.8))
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        for index in used:
+            x = x + self.scale * torch.tanh(self.layers[index](x)) + self.shift
+        return x
+
+
+class SlotNet(nn.Module):
+    """Units of slots, and two heads; inlet and heads are slots of the root's unit."""
+
+    def __init__(self, slots: Sequence[int] = (2, 1)) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(Slots(count) for count in slots)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+
+    def forward(self, x: Tensor, uses: Mapping[int, Sequence[int]], head: int) -> Tensor:
+        """The loss; `uses` has the units that run, and the slots that run in each."""
+        x = self.inlet(x)
+        for unit, slots in uses.items():
+            x = self.units[unit](x, slots)
+        return (self.heads[head](x) - 1).square().mean()
+
+
+def slot_net(slots: Sequence[int] = (2, 1)) -> SlotNet:
+    torch.manual_seed(0)
+    return SlotNet(slots)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """A regularizer of the parameters that a model lists.
+
+    Attributes:
+        weight: factor; an annealed one begins with 0.
+        from_start: whether it is of the way from where the training began, which is 0 in the first step.
+        only: a part of the names of the parameters that it is of.
+    """
+
+    weight: float
+    from_start: bool = False
+    only: str = ""
+
+    def of(self, parameters: Mapping[str, Tensor], starts: Mapping[str, Tensor]) -> Tensor:
+        chosen = [name for name in parameters if self.only in name]
+        away = [parameters[n] - starts[n] if self.from_start else parameters[n] for n in chosen]
+        return self.weight * sum((each.pow(2).sum() for each in away), torch.zeros(()))
+
+
+class Microbatch(NamedTuple):
+    """What one microbatch computes.
+
+    Attributes:
+        uses: for each rank, the units that run and the slots that run in each; round again for more ranks.
+        head: number of the head that runs.
+        order: the penalty is added to the loss, or has a backward of its own, before or after the loss's.
+    """
+
+    uses: Sequence[Mapping[int, Sequence[int]]] = ({0: (0, 1), 1: (0,)},)
+    head: int = 0
+    penalty: Penalty | None = None
+    order: Literal["together", "before", "after"] = "together"
+
+    def loss(self, model: nn.Module, rank: int, place: tuple[int, int]) -> Tensor:
+        """`place`: numbers of the step and of the microbatch, which decide what the rank computes on."""
+        generator = torch.Generator().manual_seed(hash((rank, *place)))
+        return model(torch.randn(3, WIDTH, generator=generator), self.uses[rank % len(self.uses)], self.head)
+
+
+Update = Literal["step", "torch clips", "model clips", "optimizer clips", "scaler"]
+MAX_NORM = 0.1
+SCALE = 4.0
+
+
+def _optimizer(kind: str, params: Any, decay: float, max_norm: float | None = None) -> Any:
+    """`kind`: whose, what and how, as in "our SGD nesterov"; "our" ones clip if they are given a norm."""
+    whose, what, *how = kind.split()
+    namespace: Any = flatfsdp.optim if whose == "our" else torch.optim
+    options: dict[str, Any] = {"max_grad_norm": max_norm} if whose == "our" else {}
+    if what == "SGD":
+        options |= {"lr": 0.02, "momentum": 0.9, "nesterov": "nesterov" in how}
+    else:
+        options |= {"lr": 1e-2}
+    return getattr(namespace, what)(params, weight_decay=decay, **options)
+
+
+class Entry(NamedTuple):
+    """A parameter that the sharded model lists: a part of one of the plain model's, or a flat one of many."""
+
+    names: list[str]
+    slots: Sequence[ParamSlot]
+    parameter: nn.Parameter
+
+
+class Twins:
+    """Both models, each with an optimizer.
+
+    Args:
+        net: the model; it is copied before one of both is sharded.
+        kind: of the optimizers, such as "torch AdamW" or "our SGD nesterov".
+        update: who clips, if anybody does, or whether a scaler makes the step.
+        groups: whether matrices and other parameters are groups of their own; only in place.
+        options: of `shard` or `auto_wrap`.
+
+    Attributes:
+        ours, plain: the two models.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        kind: str,
+        *,
+        policy: WrapPolicy | None = None,
+        way: str = "in place",
+        update: Update = "step",
+        decay: float = 0.1,
+        groups: bool = False,
+        **options: Any,
+    ) -> None:
+        self.plain, self.ours = copy.deepcopy(net), sharded(way, net, policy or by_class(Slots), **options)
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._way, self._update = way, update
+        self._theirs = dict(self.plain.named_parameters())
+        self._entries = list(self._listed())
+        self._starts = [{n: p.detach().clone() for n, p in of.items()} for of in (self._parts, self._theirs)]
+        max_norm = MAX_NORM if update == "optimizer clips" else None
+        grouped = _by_dimensions if groups else lambda parameters: list(parameters)
+        self.optimizer = _optimizer(kind, grouped(self.ours.parameters()), decay, max_norm)
+        self.plain_optimizer = _optimizer(
+            kind.replace("our", "torch"), grouped(self.plain.parameters()), decay
+        )
+        scaled = update == "scaler"
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
+        self._steps = 0
+
+    def _listed(self) -> Any:
+        if self._way == "in place":
+            found = dict(self.ours.named_parameters())
+            assert found.keys() == self._theirs.keys()
+            yield from (Entry([name], (), parameter) for name, parameter in found.items())
+        else:
+            for prefix, group in named_groups(self.ours):
+                slots = group.layout.slots
+                yield Entry([prefix + slot.name for slot in slots], slots, group.master.flat)
+
+    @property
+    def _parts(self) -> dict[str, nn.Parameter]:
+        return {" ".join(entry.names): entry.parameter for entry in self._entries}
+
+    def freeze(self, names: Sequence[str]) -> None:
+        """Freezes these parameters of both, or modules, and unfreezes all others."""
+        for entry in self._entries:
+            frozen = any(f"{entry.names[0]}.".startswith(f"{each}.") for each in names)
+            for parameter in (entry.parameter, *(self._theirs[name] for name in entry.names)):
+                parameter.requires_grad_(not frozen)
+
+    def step(self, step: Sequence[Microbatch], *, by_no_sync: bool = False) -> None:
+        """Trains both by one step, and compares all that can be seen of it; keeps the gradients."""
+        self.backward(step, by_no_sync=by_no_sync)
+        self.compare_gradients()
+        self.update()
+        self.compare_values()
+        self.compare_states()
+
+    def backward(self, step: Sequence[Microbatch], *, by_no_sync: bool = False) -> None:
+        if by_no_sync:
+            with self.ours.no_sync():
+                for number, one in enumerate(step[:-1]):
+                    self._backward_of_ours(one, number)
+            self._backward_of_ours(step[-1], len(step) - 1)
+        else:
+            for number, one in microbatches(self.ours, enumerate(step)):
+                self._backward_of_ours(one, number)
+        self._backward_of_plain(step)
+        self._steps += 1
+
+    def _backward_of_ours(self, one: Microbatch, number: int) -> None:
+        def penalty() -> Tensor:
+            assert one.penalty is not None
+            return one.penalty.of(self._parts, self._starts[0])
+
+        if one.penalty is not None and one.order == "before":
+            self._scaler.scale(penalty()).backward()
+        loss = one.loss(self.ours, self._rank, (self._steps, number))
+        if one.penalty is not None and one.order == "together":
+            loss = loss + penalty()
+        self._scaler.scale(loss).backward()
+        if one.penalty is not None and one.order == "after":
+            self._scaler.scale(penalty()).backward()
+
+    def _backward_of_plain(self, step: Sequence[Microbatch]) -> None:
+        left = self._taken_grads()
+        of_ranks = []
+        for rank in range(self._ranks):
+            for number, one in enumerate(step):
+                one.loss(self.plain, rank, (self._steps, number)).backward()
+            of_ranks.append(self._taken_grads())
+        mean = {n: grad / self._ranks for n, grad in _sum(of_ranks).items()}
+        for one in step:
+            if one.penalty is not None:
+                one.penalty.of(self._theirs, self._starts[1]).backward()
+        grads = _sum([left, mean, self._taken_grads()])
+        for entry in self._entries:
+            # A flat parameter has a gradient, zero for those that were not used, if one of its slots was.
+            if grads.keys() & set(entry.names):
+                for name in entry.names:
+                    grads.setdefault(name, torch.zeros_like(self._theirs[name]))
+        for name, grad in grads.items():
+            self._theirs[name].grad = grad
+
+    def _taken_grads(self) -> dict[str, Tensor]:
+        grads = {name: p.grad for name, p in self._theirs.items() if p.grad is not None}
+        self.plain.zero_grad()
+        return grads
+
+    def update(self) -> None:
+        """One step of both optimizers."""
+        norm = found = None
+        if self._update != "step" and self._update != "scaler":
+            found = nn.utils.clip_grad_norm_(self.plain.parameters(), MAX_NORM)
+        if self._update == "torch clips":
+            norm = nn.utils.clip_grad_norm_(self.ours.parameters(), MAX_NORM)
+        elif self._update == "model clips":
+            norm = self.ours.clip_grad_norm_(MAX_NORM)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.plain_optimizer.step()
+        if self._update == "optimizer clips":
+            norm = self.optimizer.grad_norm
+        if norm is not None:
+            torch.testing.assert_close(norm, found, rtol=1e-5, atol=1e-7)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+        self.plain_optimizer.zero_grad(set_to_none)
+
+    # ---- comparisons, of what all ranks have together, so that all fail alike ------------------------
+
+    def compare_gradients(self) -> None:
+        """Which of them are None, on all ranks alike, and the values of the others."""
+        scale = SCALE if self._update == "scaler" else 1.0
+        found = _over_ranks([_plain(entry.parameter.grad) for entry in self._entries])
+        for entry, parts in zip(self._entries, found, strict=True):
+            grads = [self._theirs[name].grad for name in entry.names]
+            self._compare(entry, "gradient", parts, [None if g is None else scale * g for g in grads])
+
+    def compare_values(self) -> None:
+        """Compares by the largest weight, as an error of 1e-6 of it is none of a step."""
+        state = self.ours.state_dict()
+        theirs = self.plain.state_dict()
+        largest = max(float(value.abs().max()) for value in theirs.values())
+        far = {name: float((state[name] - value).abs().max()) / largest for name, value in theirs.items()}
+        far = {name: error for name, error in far.items() if not error <= TOLERANCE}
+        assert not far, f"values differ, by parts of the largest: {far}"
+
+    def compare_states(self) -> None:
+        """Which parameters have a state, step counts exactly, and moments."""
+        for key in ("step", "momentum_buffer", "exp_avg", "exp_avg_sq"):
+            if key == "step" and isinstance(self.optimizer, flatfsdp.optim.SGD):
+                continue  # It counts, and PyTorch's does not.
+            has_elements = [entry.parameter.numel() > 0 for entry in self._entries]
+            own = [_plain(self.optimizer.state.get(e.parameter, {}).get(key)) for e in self._entries]
+            found = _over_ranks(own, has_elements)
+            for entry, parts in zip(self._entries, found, strict=True):
+                states = [self.plain_optimizer.state.get(self._theirs[name], {}) for name in entry.names]
+                expected = [each.get(key) for each in states]
+                if key == "step":
+                    counts = [{None if n is None else float(n) for n in each} for each in (parts, expected)]
+                    assert counts[0] == counts[1], f"steps of {entry.names[0]}: {counts[0]}, not {counts[1]}"
+                else:
+                    self._compare(entry, key, parts, expected)
+
+    def _compare(
+        self, entry: Entry, what: str, parts: Sequence[Tensor | None], expected: Sequence[Tensor | None]
+    ) -> None:
+        """Compares what ranks have of a parameter with what plain ones have; None if there is nothing."""
+        label = f"{what} of {entry.names[0]}"
+        are_none = {part is None for part in parts}, {each is None for each in expected}
+        assert are_none[0] == are_none[1] and len(are_none[0]) == 1, (
+            f"{label}: {_described(parts)}, not {_described(expected)}"
+        )
+        if True in are_none[0]:
+            return
+        whole = torch.cat([part for part in parts if part is not None])
+        theirs = [each for each in expected if each is not None]
+        if self._way == "in place":
+            values = [whole.view(theirs[0].shape)]
+        else:
+            values = [whole[s.offset : s.offset + s.numel].view(s.shape) for s in entry.slots]
+        largest = max(float(each.abs().max()) for each in theirs)
+        for name, value, their in zip(entry.names, values, theirs, strict=True):
+            error = float((value - their).abs().max())
+            assert error <= 10 * TOLERANCE * max(largest, 0.1), f"{what} of {name} is off by {error}"
+
+
+def _by_dimensions(parameters: Any) -> list[dict[str, Any]]:
+    listed = list(parameters)
+    matrices = [p for p in listed if len(whole_shape(p)) > 1]
+    others = [p for p in listed if len(whole_shape(p)) <= 1]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+def _sum(grads: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for each in grads:
+        for name, grad in each.items():
+            total[name] = total[name] + grad if name in total else grad
+    return total
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().as_subclass(Tensor).clone()
+
+
+def _described(values: Sequence[Tensor | None]) -> str:
+    return ", ".join("None" if value is None else f"{value.norm():.2g}" for value in values)
+
+
+def _over_ranks(own: Sequence[Tensor | None], counts: Sequence[bool] | None = None) -> list[list[Any]]:
+    """For each parameter, what the ranks have of it, in rank order; without those for whom it counts not."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(zip(own, counts or [True] * len(own), strict=True)))
+    return [[value for value, does in of_ranks if does] for of_ranks in zip(*gathered, strict=True)]
