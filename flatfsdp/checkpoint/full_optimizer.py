@@ -99,7 +99,7 @@ def load_full_optimizer_state_dict(
         prefix + slot.name: slot.whole_shape for prefix, master in masters for slot in master.layout.slots
     }
     problem = _misfit(state_dict, shapes) if state_dict or not from_rank0 else None
-    states = _described(state_dict.get("state", {}), shapes)
+    states = described_whole(state_dict.get("state", {}), shapes)
     groups = state_dict.get("param_groups", [])
     if from_rank0:
         first = masters[0][1]
@@ -121,13 +121,19 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict(loadable_state(masters, optimizer, states, groups, shard_of))
 
 
-def _described(
+def described_whole(
     state: dict[str, dict[str, Any]], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, SlotState]:
-    """The state of each parameter, described from whole tensors; see `described`."""
-    # A scalar parameter has only scalar states; the other parameters tell which of these are elementwise.
-    # What no other parameter has, is: the count of steps aside, torch's optimizers keep moments.
-    elementwise, numbers = set(), {STEP}
+    """The state of each parameter, described from whole tensors; see `described`.
+
+    Args:
+        state: the states by parameter name.
+        shapes: shape of each parameter.
+    """
+    # A scalar parameter has only scalar states; the other parameters tell which of these are numbers.  If it
+    # alone has states, all but the count of steps are elementwise.
+    elementwise: set[str] = set()
+    numbers = {STEP}
     for name, of_name in state.items():
         for key, value in of_name.items():
             if isinstance(value, Tensor) and value.dim() > 0:
