@@ -331,6 +331,15 @@ def uses_of_memory(tensor: Tensor) -> int:
     return count
 
 
+def copied_on_write(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` that shares its memory until something writes to either of them, or to a view."""
+    return torch._lazy_clone(tensor)
+
+
+is_copied_on_write: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+"""Whether nothing has written to the memory of a tensor that is `copied_on_write`; does not wait."""
+
+
 def is_profiling() -> bool:
     """Whether a profiler records now."""
     return torch.autograd._profiler_enabled()

@@ -63,9 +63,15 @@ class WriteCheck:
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:
         """Yields groups that were written to, with the parameters' names; the next call starts afresh."""
+        # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
+        taken_back = [group.params.take_back() for group in self._groups]
         known, self._known = self._known, [group.params.versions for group in self._groups]
-        for group, before, after in zip(self._groups, known, self._known, strict=True):
-            if before != after:
-                slots = zip(group.layout.slots, before, after, strict=True)
-                names = [group.prefix + slot.name for slot, was, now in slots if was != now]
+        for group, uncounted, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
+            if before != after or uncounted:
+                slots = enumerate(zip(group.layout.slots, before, after, strict=True))
+                names = [
+                    group.prefix + slot.name
+                    for index, (slot, was, now) in slots
+                    if was != now or index in uncounted
+                ]
                 yield group, " or ".join(names)

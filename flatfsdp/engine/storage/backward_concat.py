@@ -9,6 +9,7 @@ Next: `engine/step/unit.py` counts what has landed.
     follow     train or freeze the parameters from now on
     show       the buffer has been gathered
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
+    take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
     joint      the tensor that layers read in place of several parameters, see `join_parts.py`
 """
@@ -27,9 +28,16 @@ from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import run_as_soon_as_ready
+from flatfsdp.torch_private import (
+    copied_on_write,
+    is_copied_on_write,
+    run_as_soon_as_ready,
+    shares_memory,
+)
 
 T = TypeVar("T")
+
+_ADDRESS = Tensor.data_ptr
 
 
 class Leaves:
@@ -62,7 +70,7 @@ class Leaves:
         self.trains = main_grad is not None
         self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
-        self._absent = _absent(binding.layout, unsharded)
+        self._absent = _Absent(binding.layout, unsharded)
         self._is_concealed = True
         self.show()
         if main_grad is not None:
@@ -109,6 +117,12 @@ class Leaves:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
         return [parameter._version for parameter in self._parameters]
 
+    def take_back(self) -> Sequence[int]:
+        """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
+        if self._is_concealed:
+            return self._absent.take_back(self._parameters)
+        return _take_back(self._parameters, self._views)
+
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
@@ -118,7 +132,7 @@ class Leaves:
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
-        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+        for parameter, absent in zip(self._parameters, self._absent.tensors, strict=True):
             parameter.data = absent
         self._is_concealed = True
 
@@ -172,7 +186,8 @@ class Views:
         self._binding = binding
         self._main_grad = main_grad
         self._landed = landed
-        self._absent = _absent(binding.layout, unsharded)
+        self._absent = _Absent(binding.layout, unsharded)
+        self._places = binding.layout.views(unsharded)
         self._frozen_views = binding.layout.views(unsharded)
         self.joints = JointTensors(binding.layout, unsharded)
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
@@ -188,7 +203,7 @@ class Views:
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
-        for tensors in (self._views, self._frozen_views, self._absent):
+        for tensors in (self._views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
@@ -213,7 +228,7 @@ class Views:
         """Sets whether graphs of coming forwards lead to the flat leaf."""
         self.trains = trains
         self._leaf.requires_grad_(trains)
-        for absent in self._absent:
+        for absent in self._absent.tensors:
             absent.requires_grad_(trains)
         self.rebind()
 
@@ -225,7 +240,13 @@ class Views:
     @property
     def versions(self) -> list[int]:
         """Version counters, in slot order: an in-place write to one view raises those of all."""
-        return [self._leaf._version + absent._version for absent in self._absent]
+        return [self._leaf._version + absent._version for absent in self._absent.tensors]
+
+    def take_back(self) -> Sequence[int]:
+        """Undoes `view.data = ...`, and uncounted writes to placeholders; returns the slots."""
+        if self._is_concealed:
+            return self._absent.take_back(self._absent.tensors)
+        return _take_back(self.shown_now, self._places)
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
@@ -259,7 +280,7 @@ class Views:
     def shown_now(self) -> Sequence[Tensor]:
         """What the module has at this moment, in slot order."""
         if self._is_concealed:
-            return self._absent
+            return self._absent.tensors
         return self._views if self.trains else self._frozen_views
 
     def _land(self, leaf: Tensor) -> None:
@@ -273,14 +294,57 @@ class Views:
         self._landed(None)
 
 
-def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
+class _Absent:
     """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
 
-    Printing a view of freed memory would crash the process.
+    Printing a view of freed memory would crash the process.  The memory is copied on write: PyTorch gives it
+    up at the first write to one of its tensors, through `.data` as well, and so tells without reading a value.
+
+    Attributes:
+        tensors: the placeholders, in slot order.
     """
-    nans = torch.full((len(layout.slots),), torch.nan, dtype=like.dtype, device=like.device)
-    # `.data` gives each a version counter of its own.
-    return [nan.data.expand(slot.shape) for nan, slot in zip(nans, layout.slots, strict=True)]
+
+    def __init__(self, layout: FlatLayout, like: Tensor) -> None:
+        self._shapes = [slot.shape for slot in layout.slots]
+        self._nans = torch.full((len(self._shapes),), torch.nan, dtype=like.dtype, device=like.device)
+        self.tensors = self._fresh()
+
+    def _fresh(self) -> list[Tensor]:
+        self._shared = copied_on_write(self._nans)
+        # `.data` gives each a version counter of its own.
+        return [nan.data.expand(shape) for nan, shape in zip(self._shared, self._shapes, strict=True)]
+
+    def take_back(self, shown: Sequence[Tensor]) -> Sequence[int]:
+        """Makes `shown` placeholders again if they no longer are; returns the slots that somebody changed.
+
+        Args:
+            shown: tensors that have the memory of the placeholders, in slot order.
+        """
+        if all(map(is_copied_on_write, shown)):
+            return ()
+        # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
+        still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
+        written = [
+            slot
+            for slot, tensor in enumerate(shown)
+            if not (still_nan[slot] and shares_memory(tensor, memory)) and not is_copied_on_write(tensor)
+        ]
+        for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
+            tensor.data = fresh
+        for tensor, absent in zip(shown, self.tensors, strict=True):
+            tensor.data = absent
+        return written
+
+
+def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[int]:
+    """Gives `shown` the memory of `places` again; returns the indices of those that had other memory."""
+    ours, theirs = list(map(_ADDRESS, places)), list(map(_ADDRESS, shown))
+    if ours == theirs:
+        return ()
+    moved = [slot for slot, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their]
+    for slot in moved:
+        shown[slot].data = places[slot]
+    return moved
 
 
 def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> str | None:
