@@ -229,6 +229,10 @@ _CHECKPOINT_CODES = frozenset(
 )
 
 
+next_operation: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Number of the next differentiable operation in this thread, see `Node._sequence_nr`."""
+
+
 def receives_gradient(tensor: Tensor, node: Node | None = None) -> bool:
     """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only.
 

@@ -202,6 +202,11 @@ class PortionTarget:
         return self._group.moved
 
     @property
+    def awaits_backward(self) -> bool:
+        """Whether no backward has reached the model since its last training forward."""
+        return self._group.microbatch.awaits_backward
+
+    @property
     def rounding(self) -> torch.dtype:
         """The dtype of `compute`, to which values are rounded before an amax is taken."""
         return self._group.policy.precision.compute

@@ -298,7 +298,7 @@ class _Absent:
     """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
 
     Printing a view of freed memory would crash the process.  The memory is copied on write: PyTorch gives it
-    up at the first write to one of its tensors, through `.data` as well, and so tells without reading a value.
+    up at the first write to one of its tensors, through `.data` as well, which tells without reading a value.
 
     Attributes:
         tensors: the placeholders, in slot order.
