@@ -335,6 +335,28 @@ def uses_of_memory(tensor: Tensor) -> int:
     return count
 
 
+FREED = 2**30
+"""What `mark_freed` adds to a version, so that an error of autograd shows it."""
+
+
+def mark_freed(tensors: tuple[Tensor, ...]) -> None:
+    """Makes a backward raise that reads these tensors, or views of them, from a graph that has saved them.
+
+    Autograd saves the version of a tensor, and compares it.  `unmark_freed` restores the versions.
+    """
+    _add_to_versions(tensors, FREED)
+
+
+def unmark_freed(tensors: tuple[Tensor, ...]) -> None:
+    """Undoes `mark_freed`; writes that were counted in between stay counted."""
+    _add_to_versions(tensors, -FREED)
+
+
+def _add_to_versions(tensors: tuple[Tensor, ...], step: int) -> None:
+    versions = tuple([tensor._version + step for tensor in tensors])
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
 def copied_on_write(tensor: Tensor) -> Tensor:
     """A copy of `tensor` that shares its memory until something writes to either of them, or to a view."""
     return torch._lazy_clone(tensor)

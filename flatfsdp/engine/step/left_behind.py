@@ -8,8 +8,9 @@ Next: `unit.py` treats them like outputs: a backward that begins with one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ MAX_ENTRIES = 1024
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 
-_DICT_OF = attrgetter("__dict__")
+_ABOVE_ALL = 2**63
 
 
 class LeftBehind:
@@ -34,50 +35,58 @@ class LeftBehind:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        self._attributes = [vars(module) for module in self._modules]
         self._sizes: list[int] = []
+        # PyTorch's own modules leave nothing on themselves; what others set there are new attributes.
+        self._own = [set(vars(each)) if _is_torchs(type(each)) else set() for each in self._modules]
         self._readers: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = []
+        self._plain: list[int] = []
 
     def since(self, number: int) -> list[tuple[Tensor, int]]:
         """The tensors whose operation has this number or a later one, each with the number."""
-        found = {id(tensor): tensor for value in self._values() for tensor in tensors_in(value)}
+        values = self._values()
+        # Most forwards set nothing, and what they find has held no tensor before.
+        if (addresses := list(map(id, values))) == self._plain:
+            return []
+        holders = [value for value in values if isinstance(value, _HOLDERS)]
+        self._plain = [] if any(isinstance(value, _CHANGING) for value in holders) else addresses
+        found = {id(t): t for value in holders for t in _tensors_in(value) if t.grad_fn is not None}
         made = [(t, t.grad_fn._sequence_nr()) for t in found.values() if t.grad_fn is not None]
         # Views of the parameters themselves are older than any forward, and have a number above all others.
         return [(tensor, its) for tensor, its in made if number <= its < _ABOVE_ALL]
 
-    def _values(self) -> Iterator[Any]:
-        """Values of attributes that may hold tensors, found out without a loop over all attributes."""
-        if list(map(len, map(_DICT_OF, self._modules))) != self._sizes:
+    def _values(self) -> list[Any]:
+        if list(map(len, self._attributes)) != self._sizes:
             self._list_attributes()
-        values: list[Any] = []
         try:
-            for attributes, read in self._readers:
-                values += read(attributes)
+            return list(chain.from_iterable([read(attributes) for attributes, read in self._readers]))
         except KeyError:
             # One was deleted when another one came.
-            self._sizes.clear()
-            yield from self._values()
-            return
-        if any(map(_may_hold, set(map(type, values)))):
-            for value in values:
-                if _may_hold(type(value)) and (isinstance(value, Tensor) or len(value) <= MAX_ENTRIES):
-                    yield value
+            self._sizes = []
+            return self._values()
 
     def _list_attributes(self) -> None:
         self._readers.clear()
-        for module in self._modules:
-            attributes = vars(module)
-            taken = {*module._parameters, *taken_from(module), *_OF_EVERY_MODULE}
+        for module, attributes, own in zip(self._modules, self._attributes, self._own, strict=True):
+            taken = {*own, *module._parameters, *taken_from(module), *_OF_EVERY_MODULE}
             names = [name for name in attributes if name not in taken and not name.startswith("_flatfsdp")]
-            if not module._buffers:
+            if not module._buffers and "_buffers" in names:
                 names.remove("_buffers")
             if names:
                 # Twice, because a reader of one name returns no tuple.
                 self._readers.append((attributes, itemgetter(names[0], *names)))
-        self._sizes = list(map(len, map(_DICT_OF, self._modules)))
+        self._sizes = list(map(len, self._attributes))
 
 
-_ABOVE_ALL = 2**63
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("torch.nn.modules.")
 
 
-def _may_hold(kind: type) -> bool:
-    return issubclass(kind, (Tensor, list, tuple, dict, set))
+_CHANGING = (Tensor, list, dict, set)
+_HOLDERS = (*_CHANGING, tuple)
+
+
+def _tensors_in(holder: Any) -> list[Tensor]:
+    if not isinstance(holder, Tensor) and len(holder) > MAX_ENTRIES:
+        return []
+    return tensors_in(holder)

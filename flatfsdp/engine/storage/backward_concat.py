@@ -29,10 +29,13 @@ from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import (
+    FREED,
     copied_on_write,
     is_copied_on_write,
+    mark_freed,
     run_as_soon_as_ready,
     shares_memory,
+    unmark_freed,
 )
 
 T = TypeVar("T")
@@ -71,6 +74,9 @@ class Leaves:
         self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
         self._absent = _Absent(binding.layout, unsharded)
+        # Graphs save the parameters, views of them, and joints, which count with the buffer.
+        self._counters = (*parameters, unsharded)
+        mark_freed(self._counters)
         self._is_concealed = True
         self.show()
         if main_grad is not None:
@@ -115,7 +121,8 @@ class Leaves:
     @property
     def versions(self) -> list[int]:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
-        return [parameter._version for parameter in self._parameters]
+        freed = FREED if self._is_concealed else 0
+        return [parameter._version - freed for parameter in self._parameters]
 
     def take_back(self) -> Sequence[int]:
         """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
@@ -128,12 +135,17 @@ class Leaves:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
+            unmark_freed(self._counters)
             self._is_concealed = False
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
+        if self._is_concealed:
+            return
         for parameter, absent in zip(self._parameters, self._absent.tensors, strict=True):
             parameter.data = absent
+        # Whoever saved one, and whose backward does not gather the unit first, would read NaN.
+        mark_freed(self._counters)
         self._is_concealed = True
 
     def joint(self, index: int) -> Tensor | None:
@@ -240,7 +252,8 @@ class Views:
     @property
     def versions(self) -> list[int]:
         """Version counters, in slot order: an in-place write to one view raises those of all."""
-        return [self._leaf._version + absent._version for absent in self._absent.tensors]
+        shared = self._leaf._version - (FREED if self._is_concealed else 0)
+        return [shared + absent._version for absent in self._absent.tensors]
 
     def take_back(self) -> Sequence[int]:
         """Undoes `view.data = ...`, and uncounted writes to placeholders; returns the slots."""
@@ -252,11 +265,16 @@ class Views:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
             self._is_concealed = False
+            unmark_freed((self._leaf,))
             self.rebind()
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
+        if self._is_concealed:
+            return
         self._is_concealed = True
+        # Its views count with it.  Whoever saved one would read freed memory, and crash.
+        mark_freed((self._leaf,))
         self.rebind()
 
     def joint(self, index: int) -> Tensor | None:
