@@ -31,7 +31,7 @@ class Microbatch:
         steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
             in, so gradients of an abandoned step are never added to.
-        awaits_backward: whether no backward has reached the model since a forward from which one could start.
+        awaits_gradients: whether no gradient has landed since the model's last training forward.
         is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
     """
 
@@ -41,7 +41,7 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self.steps_reduced = 0
-        self.awaits_backward = False
+        self.awaits_gradients = False
         self.is_recorded = False
         # Callbacks, each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}

@@ -202,9 +202,9 @@ class PortionTarget:
         return self._group.moved
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether no backward has reached the model since its last training forward."""
-        return self._group.microbatch.awaits_backward
+    def awaits_gradients(self) -> bool:
+        """Whether no gradient has landed since the model's last training forward."""
+        return self._group.microbatch.awaits_gradients
 
     @property
     def rounding(self) -> torch.dtype:

@@ -75,19 +75,19 @@ def refuse_step_without_backward(optimizer: torch.optim.Optimizer) -> None:
     Runs before every step of every optimizer, and usually looks at its first parameter only.
 
     Raises:
-        RuntimeError: if nothing in the optimizer has a gradient, and no backward has reached a model whose
-            shards it has since that model's last training forward.
+        RuntimeError: if nothing in the optimizer has a gradient, and no backward has brought one to a model
+            whose shards it has since that model's last training forward.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters):
         return
     targets = map(FLAT_SHARD.of, parameters)
-    if any(isinstance(target, PortionTarget) and target.awaits_backward for target in targets):
+    if any(isinstance(target, PortionTarget) and target.awaits_gradients for target in targets):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
-            "reached the model since its last training forward. backward(inputs=...) with what parameters() "
-            "lists computes nothing, as the graph leads to gathered parameters: leave inputs out. A batch "
-            "that is meant to have no backward needs no step() either"
+            "brought one to the model since its last training forward. backward(inputs=...) with what "
+            "parameters() lists computes nothing, as the graph leads to gathered parameters: leave inputs "
+            "out. A batch that is meant to have no backward needs no step() either"
         )
 
 

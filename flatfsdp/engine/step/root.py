@@ -226,7 +226,7 @@ class Root:
         """Frees what was gathered ahead and not used; without a backward, frees everything."""
         self.in_forward = False
         self.calls.clear()
-        self.microbatch.awaits_backward |= backward_follows
+        self.microbatch.awaits_gradients |= backward_follows and bool(self.order.current.trained)
         self.scales.end_forward()
         for unit in self.units[1:]:
             reshard_unused(unit.groups)
@@ -315,7 +315,6 @@ class Root:
                 # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
-                self.microbatch.awaits_backward = False
         self.backward.reach(forward)
         return number
 
@@ -414,7 +413,7 @@ class Root:
         """Restores a state in which the next step is clean, after an exception."""
         logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
         self.backward.close()
-        self.microbatch.awaits_backward = False
+        self.microbatch.awaits_gradients = False
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()

@@ -376,6 +376,7 @@ class Unit:
         landed = by_group[group]
         if not landed:
             group.join_step()
+            self.root.microbatch.awaits_gradients = False
         slots = len(group.layout.slots)
         if index is None:
             landed.update(range(slots))
