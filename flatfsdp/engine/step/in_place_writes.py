@@ -22,7 +22,7 @@ from flatfsdp.engine.storage.group import FlatGroup
 class WriteCheck:
     """Compares the versions of a unit's parameters before and after its forward, and until the next one.
 
-    A write through `.data` is not counted.
+    A write through `.data` is not counted: of one to a placeholder its memory tells, of others nothing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,8 @@ class WriteCheck:
             raise RuntimeError(
                 f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
                 "is lost: the attribute is what a forward reads, and shows NaN at other times; write inside "
-                "summon_full_params(), or initialise before the model is sharded"
+                "summon_full_params(), or initialise before the model is sharded (on the meta device, shard "
+                "calls reset_parameters)"
             )
 
     def end(self) -> None:
