@@ -42,6 +42,10 @@ class LeftBehind:
         self._readers: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = []
         self._plain: list[int] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies as that of no modules: a copy of a layer, which leads here, is in no unit."""
+        return LeftBehind, ((),)
+
     def since(self, number: int) -> list[tuple[Tensor, int]]:
         """The tensors whose operation has this number or a later one, each with the number."""
         values = self._values()
