@@ -92,7 +92,8 @@ def build_unit(
         parameters = parameters_to_take(module)
         taken += parameters.items()
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
-    unit = Unit(reshard_after_forward, contains_units=contains_units)
+    modules = [each for _, each in own_modules(module)]
+    unit = Unit(modules, reshard_after_forward, contains_units=contains_units)
     state = UnitState(policy, grid, place, unit, Microbatch(), ByteLedger())
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None

@@ -109,6 +109,7 @@ class UnitMethods(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
+        root_of(self).require_no_writes()
         return clip_grad_norm(
             gradients_of(self),
             self.fsdp_state.device,
@@ -274,6 +275,8 @@ class UnitMethods(UnitModule):
 def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
     """Context in which these units have ordinary parameters; units that have them already are left alone."""
     fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
+    for unit in fresh:
+        unit.fsdp_state.unit.writes.require_none()
     groups = [group for unit in fresh for group in unit.fsdp_state.unit.groups]
     with whole_parameters(groups, gathering, writeback=writeback):
         flats = {unit: _flat_parameters(unit) for unit in fresh}
