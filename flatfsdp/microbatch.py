@@ -32,6 +32,8 @@ class Microbatch:
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
             in, so gradients of an abandoned step are never added to.
         is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
+        is_left: whether a loop was left before the last backward of this step.  What it accumulated is
+            dropped at the next forward; until then an optimizer's step raises, unless it was zeroed.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self.steps_reduced = 0
-        self.is_recorded = False
+        self.is_recorded = self.is_left = False
         # Callbacks, each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}
         self._loop: object = None
@@ -50,6 +52,7 @@ class Microbatch:
         """Ends the step, whether it was reduced or abandoned."""
         self.step += 1
         self.index = 0
+        self.is_left = False
         at_end, self._at_end = self._at_end, {}
         for callback in at_end:
             callback()
@@ -72,14 +75,14 @@ class Microbatch:
             self._leave_loop()
 
     def _leave_loop(self) -> None:
-        """Makes stale what was accumulated without a last backward."""
+        """Notes that what was accumulated without a last backward is to be dropped."""
         if self._loop is not None and self.step == self._loop_step and self.index > 0:
             logger.warning(
                 "microbatches() ended without a backward of its last batch: gradients were not reduced, and "
                 "those of %d backwards are dropped",
                 self.index,
             )
-            self.end_step()
+            self.is_left = True
         self._loop = None
 
     @contextmanager
@@ -98,7 +101,8 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     Run forward and backward of each batch inside the loop; gradients are reduced in the last one's
     backward (or in each, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a generator.
     If the last batch gets no backward, because the loop was left with `break` or the batch was skipped, the
-    step reduces nothing: accumulated gradients are dropped, with a warning.
+    step reduces nothing.  Accumulated gradients are dropped, with a warning, and an optimizer's step before
+    the next forward raises, unless `zero_grad()` was called.
 
         for tokens, targets in microbatches(model, batches):
             model(tokens, targets).backward()

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import wraps
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.utils import checkpoint as checkpoints
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def default_store() -> dist.Store:
@@ -307,13 +308,29 @@ def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
         node = node.next_functions[0][0]
 
 
+def weakly(owner: T, method: Callable[..., None], *first: Any) -> Callable[[Tensor], None]:
+    """A hook that calls `method(owner, *first, tensor)` as long as `owner` lives, without keeping it alive.
+
+    The garbage collector does not look into the hooks of tensors: if a hook held its object, and that the
+    tensor, it would keep the model, its buffers and its process groups for good.
+    """
+    reference = ref(owner)
+
+    def hook(tensor: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            method(alive, *first, tensor)
+
+    return hook
+
+
 def run_post_accumulate_hooks(parameter: Tensor) -> None:
-    """Runs post-accumulate-grad hooks for a gradient that did not come from autograd."""
+    """Runs a user's post-accumulate-grad hooks; the first hook is the engine's (`weakly`)."""
     hooks = parameter._post_accumulate_grad_hooks
-    if hooks:
+    if hooks is not None and len(hooks) > 1:
         with torch.no_grad():
             # A hook that removes itself changes the dict.
-            for hook in list(hooks.values()):
+            for hook in list(hooks.values())[1:]:
                 hook(parameter)
 
 

@@ -117,6 +117,11 @@ def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
     dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
 
 
+def raise_to_largest_byte(values: Tensor, ranks: Ranks) -> None:
+    """Replaces uint8 values by the largest over the ranks."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=ranks.group)
+
+
 def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
     return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 

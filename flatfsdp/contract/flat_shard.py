@@ -8,7 +8,7 @@ Next: `optim/clip.py` takes norms over its ranks, `optim/fused.py` writes what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -90,6 +90,18 @@ FLAT_SHARD = Attribute[FlatShard | None]("flat_shard", None)
 """The `FlatShard` of a parameter that an optimizer updates; None for an ordinary parameter."""
 
 
+class JointGrad(Protocol):
+    """The gradient of a whole shard, in which its views have theirs."""
+
+    @property
+    def flat(self) -> Tensor:
+        """The gradient, 1-D, as long as the shard; zero in idle views."""
+
+    @property
+    def idle(self) -> Collection[int]:
+        """Numbers of the views that no rank has used, and that have no gradient."""
+
+
 class ViewedShard(Protocol):
     """This rank's part of a flat buffer that has several parameters, with one view for each of them.
 
@@ -113,8 +125,8 @@ class ViewedShard(Protocol):
     def views(self) -> Sequence[tuple[Tensor, int, int]]:
         """Views (parameter, start, stop), elements [start, stop) of `flat`; starts ascend; some are empty."""
 
-    def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """Gradient as long as `flat`, if views [first, last) all have their gradients in it.
+    def joint_grad(self, first: int, last: int) -> JointGrad | None:
+        """Gradient of the whole shard, if views [first, last) all have their gradients in it, or are idle.
 
         Empty views do not count.  None if another view has no gradient, or one from elsewhere.
         """

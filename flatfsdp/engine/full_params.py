@@ -97,12 +97,12 @@ def _gather(group: FlatGroup, gathering: Gathering) -> Tensor | None:
 
 def _check_flags(groups: Sequence[FlatGroup], registered: Sequence[Sequence[nn.Parameter]]) -> None:
     for group, parameters in zip(groups, registered, strict=True):
-        for slot, parameter in zip(group.layout.slots, parameters, strict=bool(parameters)):
-            if parameter.requires_grad != group.trains:
+        slots = zip(group.layout.slots, group.flags, strict=True)
+        for (slot, trains), parameter in zip(slots, parameters, strict=False):
+            if parameter.requires_grad != trains:
                 raise RuntimeError(
                     f"requires_grad of parameter {group.prefix}{slot.name} was changed while it was "
-                    "summoned, which would be lost; outside of the block, call requires_grad_() of its "
-                    "unit, whose parameters are frozen together"
+                    "summoned, which would be lost; call requires_grad_() outside of the block"
                 )
 
 

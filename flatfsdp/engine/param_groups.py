@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
@@ -55,9 +55,11 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
             there are gradients.
     """
     groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
-    trained = [(prefix, group.master) for prefix, group in groups_of_model]
     shapes = {
-        prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots
+        prefix + slot.name: slot.whole_shape
+        for prefix, group in groups_of_model
+        for slot, trains in zip(group.layout.slots, group.flags, strict=True)
+        if trains
     }
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
     to_cut = [group for _, group in groups_of_model if not group.master.has_views]
@@ -69,12 +71,13 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
     parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
     for prefix, flat_group in groups_of_model:
         master = flat_group.master
-        indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
+        names = [prefix + slot.name for slot in master.layout.slots]
         if master.has_views:
-            for index, portion in zip(indices, master.portions, strict=True):
-                parameters[index].append(portion.parameter)
+            for name, portion in zip(names, master.portions, strict=True):
+                if name in chosen:
+                    parameters[chosen[name]].append(portion.parameter)
             continue
-        cut = list(_cut(master, indices))
+        cut = list(_cut(master, [chosen[name] for name in names]))
         master.divide([portion for _, portion in cut])
         for index, portion in cut:
             parameters[index].append(portion.parameter)
@@ -166,57 +169,61 @@ def uncut_shapes(parameter: Tensor) -> list[tuple[int, ...]]:
 
 
 class PortionTarget:
-    """Elements [start, stop) of one group's master shard, as a `FlatShard`."""
+    """Elements [start, stop) of one group's master shard, as a `FlatShard`.
+
+    Attributes:
+        group: the group.
+    """
 
     def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
-        self._group = group
+        self.group = group
         self._start, self._stop = start, stop
 
     @property
     def grid(self) -> Grid:
         """The ranks over which the buffer is sharded, replicated and split."""
-        return self._group.grid
+        return self.group.grid
 
     @property
     def stages(self) -> Ranks:
         """The ranks of the pipeline; without one, alone."""
-        return self._group.master.stages
+        return self.group.master.stages
 
     def identify(self, action: Action) -> Identity | None:
         """What a collective for this parameter carries."""
-        return self._group.identify(action)
+        return self.group.identify(action)
 
     @property
     def is_counted(self) -> bool:
         """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
-        return self._group.master.is_counted
+        return self.group.master.is_counted
 
     @property
     def device(self) -> torch.device:
         """The device that the model computes on."""
-        return self._group.master.device
+        return self.group.master.device
 
     @property
     def moved(self) -> Moved | None:
         """What a step has changed of the model besides gradients; see `FlatShard`."""
-        return self._group.moved
+        return self.group.moved
 
     @property
     def rounding(self) -> torch.dtype:
         """The dtype of `compute`, to which values are rounded before an amax is taken."""
-        return self._group.policy.precision.compute
+        return self.group.policy.precision.compute
 
     @property
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
-        group, shard = self._group, self._group.compute_shard
+        group, shard = self.group, self.group.compute_shard
         if shard.fp8 is not None or not shard.has_own_memory or group.master.is_offloaded:
             return None
         return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
-        group = self._group
+        group = self.group
         if group.fp8 is None or group.master.is_offloaded:
             return []
         # A weight is in one portion: those are cut between weights.
@@ -224,7 +231,7 @@ class PortionTarget:
 
     def uncut_shapes(self, parameter: Tensor) -> list[tuple[int, ...]]:
         """Whole shapes of the parameters in the group, if `parameter` is its shard."""
-        master = self._group.master
+        master = self.group.master
         return [slot.whole_shape for slot in master.layout.slots] if parameter is master.flat else []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -233,8 +240,8 @@ class PortionTarget:
 
     def cast_done(self) -> None:
         """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
-        if not self._group.master.is_offloaded:
-            self._group.compute_shard.portion_done(self._start, self._stop)
+        if not self.group.master.is_offloaded:
+            self.group.compute_shard.portion_done(self._start, self._stop)
 
 
 class GroupViews:
@@ -265,7 +272,7 @@ class GroupViews:
         """Views of the master shard, each with its start and stop in the shard."""
         return self._group.master.portions
 
-    def joint_grad(self, first: int, last: int) -> Tensor | None:
+    def joint_grad(self, first: int, last: int) -> JointGrad | None:
         """The gradient of consecutive views together; None if they do not share one."""
         return self._group.master.joint_grad(first, last)
 

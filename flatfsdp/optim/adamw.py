@@ -5,7 +5,7 @@ Next: `flatfsdp.kernels.optim.adamw` has the formula.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.fused import Due, Formula, FusedOptimizer, LaunchKey, step_count, wide_of
-from flatfsdp.optim.joined import STEP
+from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey, wide_of
+from flatfsdp.optim.joined import STEP, Due, step_count
 from flatfsdp.optim.verdict import NonFinite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -118,26 +118,28 @@ class AdamW(FusedOptimizer):
                 for name in MOMENTS:
                     of_parameter[name] = of_parameter[name].to(self.moment_dtype)
 
+    def _counts(self, group: dict[str, Any]) -> bool:
+        return True
+
     def _formula(self, due: Due) -> Formula:
         state, group = due.updated.state(self.state), due.group
-        if not state:
-            state[STEP] = step_count(0, due.parameter)
-            for name in MOMENTS:
+        for name in MOMENTS:
+            if name not in state:
                 state[name] = torch.zeros_like(due.parameter, dtype=self.moment_dtype)
         beta1, beta2 = map(float, group["betas"])
         numbers = Numbers.of(float(group["lr"]), (beta1, beta2), group["weight_decay"])
         return Formula([state[name] for name in MOMENTS], numbers)
 
-    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[Due, Tensor]]] = {}
-        for due, step in counted:
-            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append((due, step))
-        found: dict[Tensor, Tensor] = {}
-        for (_, dtype), of_kind in by_kind.items():
-            steps = [step for _, step in of_kind]
-            results = bias_corrected(steps, [_corrected(due.group) for due, _ in of_kind], wide_of(dtype))
-            found.update(zip((due.parameter for due, _ in of_kind), results, strict=True))
-        return found
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Sequence[Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, (due, _) in enumerate(counted):
+            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append(index)
+        found: dict[int, Tensor] = {}
+        for (_, dtype), indices in by_kind.items():
+            steps = [counted[index][1] for index in indices]
+            options = [_corrected(counted[index][0].group) for index in indices]
+            found.update(zip(indices, bias_corrected(steps, options, wide_of(dtype)), strict=True))
+        return [found[index] for index in range(len(counted))]
 
     def _update(
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None

@@ -29,7 +29,7 @@ from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, pipeline_of
-from flatfsdp.optim.joined import STEP, Joined, Updated, updated
+from flatfsdp.optim.joined import STEP, Due, Joined, Piece, Updated, updated
 from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
@@ -47,28 +47,6 @@ class LaunchKey(NamedTuple):
     is_contiguous: bool
     rounding: torch.dtype | None
     variant: bool
-
-
-class Due(NamedTuple):
-    """A parameter that this step updates, with its gradient."""
-
-    updated: Updated
-    grad: Tensor
-
-    @property
-    def parameter(self) -> Tensor:
-        """The parameter that is updated."""
-        return self.updated.parameter
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The parameter group with its options."""
-        return self.updated.group
-
-    @property
-    def shard(self) -> FlatShard | None:
-        """The flat shard of the parameter; None for an ordinary one."""
-        return self.updated.shard
 
 
 class _Plan(NamedTuple):
@@ -168,18 +146,19 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Raises ValueError for an option of a parameter group that is out of its range."""
 
     @abstractmethod
-    def _formula(self, due: Due) -> Formula:
-        """Inputs of the formula for a parameter; the first call makes new states, with no step counted.
-
-        A formula that depends on the number of steps has a state `STEP`, which is counted here.
-        """
+    def _counts(self, group: dict[str, Any]) -> bool:
+        """Whether the formula depends on the number of steps, so that there is a state `STEP`."""
 
     @abstractmethod
-    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
-        """Numbers of the formula, by parameter, that depend on the step count, which includes this step.
+    def _formula(self, due: Due) -> Formula:
+        """Inputs of the formula for a parameter; the first call makes new states."""
+
+    @abstractmethod
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Sequence[Tensor]:
+        """Numbers of the formula, one tensor each, that depend on step counts, which include this step.
 
         Args:
-            counted: updated parameters, each with its count.
+            counted: updated parameters, each with a count; several, if parts of it have had other steps.
         """
 
     @abstractmethod
@@ -249,13 +228,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         due = self._due()
         coefficient, taken = self._decide(due)
+        # Counts first, as in the states of PyTorch's optimizers.
+        counts = [
+            one.updated.counts(self.state, one.pieces) if self._counts(one.group) else None for one in due
+        ]
         formulas = [self._formula(one) for one in due]
         for one in due:
             one.updated.hand_out(self.state)
-        on_device = self._count(due, taken)
+        numbers = self._count(due, counts, taken)
         by_kind: dict[LaunchKey, list[Run]] = {}
-        for one, formula in zip(due, formulas, strict=True):
-            kind, runs = self._runs(one, formula, on_device.get(one.parameter))
+        for one, formula, of_one in zip(due, formulas, counts, strict=True):
+            on_device = [
+                None if step is None else numbers[step] for step in of_one or [None] * len(one.pieces)
+            ]
+            kind, runs = self._runs(one, formula, on_device)
             by_kind.setdefault(kind, []).extend(runs)
         for kind, of_kind in by_kind.items():
             wide = wide_of(kind.dtypes[0])
@@ -327,24 +313,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return plan.updated
 
     def _due(self) -> list[Due]:
-        due: list[Due] = []
-        plan: list[Updated] = []
-        for each in self._updated():
-            if not isinstance(each, Joined):
-                plan.append(each)
-                due += _due_alone(each)
-            elif (joint := each.grad) is not None:
-                plan.append(each)
-                due.append(Due(each, joint))
-            elif any(grad_of(view) is not None for view, start, stop in each.views if start < stop):
-                parts = each.parted(self.state)
-                plan += parts
-                due += [one for part in parts for one in _due_alone(part)]
-            else:
-                plan.append(each)
-        assert self._plan is not None
-        self._plan = self._plan._replace(updated=plan)
-        return due
+        return [due for each in self._updated() if (due := each.due()) is not None]
 
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
         """Shards of all parameters, in the same order on all ranks, whichever portion comes first.
@@ -398,35 +367,54 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return coefficient, taken
 
     def _judge(self, due: Sequence[Due], shards: Sequence[FlatShard]) -> Verdict:
-        grads = {one.shard: one.grad for one in due if one.shard is not None}
-        alone = [one for one in due if one.shard is None]
+        grads = {one.shard: one.grads for one in due if one.shard is not None}
+        alone = [grad for one in due if one.shard is None for grad in one.grads]
         clips = self.max_grad_norm is not None
         # All trained parameters, because ranks may have gradients of different ones.
         ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
         sharing = {ranks for each in ordinary for ranks in _sharing(each, clips=clips)}
         return judge(
-            [(shard, [grads[shard]] if shard in grads else []) for shard in shards],
+            [(shard, grads.get(shard, ())) for shard in shards],
             self._device(shards),
-            alone=[one.grad for one in alone],
+            alone=alone,
             tensor_parallel=[Ranks.among(ranks) for ranks in sorted(sharing)],
             stages=pipeline_of(self.pp_group, (shard.stages for shard in shards)),
             needs_norm=clips,
         )
 
-    def _count(self, due: Sequence[Due], taken: Tensor | None) -> Mapping[Tensor, Tensor]:
-        """Counts the step if it is taken; returns the numbers that depend on the counts."""
-        counted = [(one, step) for one in due if (step := one.updated.count(self.state)) is not None]
+    def _count(
+        self, due: Sequence[Due], counts: Sequence[Sequence[Tensor | None] | None], taken: Tensor | None
+    ) -> Mapping[Tensor, Tensor]:
+        """Counts the step if it is taken; returns the numbers that depend on each count.
+
+        Args:
+            due: what the step updates.
+            counts: for each of them, the counts of its pieces, if it is counted.
+            taken: whether the step is taken; None: it is.
+        """
+        # Each count once: pieces with the same history share it.
+        counted = {
+            step: one
+            for one, of_one in zip(due, counts, strict=True)
+            for step in of_one or ()
+            if step is not None
+        }
         by_device: dict[torch.device, list[Tensor]] = {}
-        for _, step in counted:
+        for step in counted:
             by_device.setdefault(step.device, []).append(step)
         for device, steps in by_device.items():
             # A list, because a one-element tensor would be fetched to the host.
             torch._foreach_add_(steps, 1.0 if taken is None else [taken.to(device)] * len(steps))
-        return self._on_device(counted)
+        return dict(
+            zip(counted, self._on_device([(one, step) for step, one in counted.items()]), strict=True)
+        )
 
-    def _runs(self, due: Due, formula: Formula, on_device: Tensor | None) -> tuple[LaunchKey, Iterable[Run]]:
+    def _runs(
+        self, due: Due, formula: Formula, on_device: Sequence[Tensor | None]
+    ) -> tuple[LaunchKey, list[Run]]:
         states, numbers, variant = formula
-        values, grad, shard = due.parameter.detach(), due.grad, due.shard
+        values, shard = due.parameter.detach(), due.shard
+        grad = due.grads[0]
         if values.is_contiguous():
             grad = grad.contiguous()
         tensors = [values, grad, *states]
@@ -438,19 +426,23 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             variant,
         )
         if shard is None:
-            return kind, [Run(values, grad, states, numbers, on_device)]
-        return kind, (
+            return kind, [Run(values, grad, states, numbers, on_device[0])]
+        compute, amaxes = shard.compute, shard.runs()
+        return kind, [
             Run(
                 values[start:stop],
-                grad[start:stop],
+                None
+                if piece.grad is None
+                else piece.grad[start - piece.start : stop - piece.start].contiguous(),
                 [state[start:stop] for state in states],
                 numbers,
-                on_device,
-                None if shard.compute is None else shard.compute[start:stop],
+                of_piece,
+                None if compute is None else compute[start:stop],
                 amax,
             )
-            for start, stop, amax in covering(values.numel(), shard.runs())
-        )
+            for piece, of_piece in zip(due.pieces, on_device, strict=True)
+            for start, stop, amax in covering(piece, amaxes)
+        ]
 
 
 def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
@@ -480,58 +472,28 @@ def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
     yield ranks
 
 
-def _due_alone(updated: Updated) -> list[Due]:
-    """Lists one parameter with its gradient; empty without a gradient."""
-    grad = grad_of(updated.parameter)
-    if grad is None:
-        return []
-    check_grad(updated.parameter, grad)
-    # The gradient of a view is a `ShardGrad`, which answers for all ranks.
-    return [Due(updated, grad if updated.shard is None else grad.as_subclass(Tensor))]
-
-
-def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
-    """Copy of a step count on the parameter's device: FP32, 0-dim."""
-    if isinstance(value, Tensor):
-        return value.detach().to(parameter.device, torch.float32, copy=True)
-    return torch.full((), value, dtype=torch.float32, device=parameter.device)
-
-
 @cache
 def wide_of(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which parameters of this dtype are updated."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def grad_of(parameter: Tensor) -> Tensor | None:
-    """Gradient of a parameter: `.main_grad` if an engine or a fused wgrad accumulates there, else `.grad`."""
-    main_grad = MAIN_GRAD.of(parameter)
-    return parameter.grad if main_grad is None else main_grad
-
-
-def check_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Refuses a gradient that does not fit its parameter."""
-    fits = grad.shape == parameter.shape and grad.device == parameter.device
-    if grad.layout != torch.strided or not grad.is_floating_point() or not fits:
-        kind = "sparse" if grad.layout != torch.strided else str(grad.dtype)
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} has a gradient of shape "
-            f"{tuple(grad.shape)} on {grad.device}, {kind}; it must be dense, floating-point, and like it"
-        )
-
-
-def covering(numel: int, runs: Sequence[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Yields these runs and the gaps between them, which cover [0, numel) once."""
-    end = 0
+def covering(
+    piece: Piece, runs: Sequence[tuple[int, int, Tensor]]
+) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Yields the runs in a piece, and the gaps between them, which cover it once; a run is in one piece."""
+    end = piece.start
     for start, stop, amax in runs:
-        if not end <= start <= stop <= numel:
+        if stop <= piece.start or start >= piece.stop:
+            continue
+        if not end <= start <= stop <= piece.stop:
             raise ValueError(
-                f"run [{start}, {stop}) begins before {end} or ends behind {numel}; they ascend, without an "
-                "overlap, inside the parameter"
+                f"run [{start}, {stop}) begins before {end} or ends behind {piece.stop}; they ascend "
+                "without an overlap, inside the parameter, and none is in two pieces of it"
             )
         if start > end:
             yield end, start, None
         yield start, stop, amax
         end = stop
-    if end < numel:
-        yield end, numel, None
+    if end < piece.stop:
+        yield end, piece.stop, None

@@ -1,7 +1,7 @@
-"""Joins views of one shard that an optimizer can update in one run of its kernel.
+"""Units of update: one parameter, or neighbouring views of one shard that one run of the kernel updates.
 
 In:   parameter groups with views (`ViewedShard` of `contract/flat_shard.py`).
-Out:  `Updated`: unit of update: an ordinary parameter, or several views together.
+Out:  `Updated`, and what a step does to it: `Due`.
 Next: `fused.py` iterates over these instead of over parameters.
 
     shard    | view 0 .......|gap| view 1 ....................|gap| view 2 .....|
@@ -10,23 +10,26 @@ Next: `fused.py` iterates over these instead of over parameters.
 
 Neighbouring views of one parameter group are joined, from where the first one starts to where the next run
 starts.  These are the portions that `param_groups` cuts, so norms are summed in the same order.  Joined views
-share one state tensor, of which each has its part under its own name in the optimizer's state, and one step
-count.
+share one tensor of each state, of which each view has its part under its own name in the optimizer's state.
 
-They are parted if only some of them have a gradient: each then continues with its part of the state and a
-count of its own.  Loading a state joins them again, if their counts are equal.
+A view that a step has not used keeps its values and its state, and its count.  It is a *piece* of its own
+then, which the same launch only copies for the next forward:
+
+    pieces   | 0: updated    | 1: idle, copied                | 2: updated      |
+    counts     7               5                                7
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, ViewedShard
+from flatfsdp.contract.main_grad import MAIN_GRAD
 
 STEP = "step"
 """Key of the state that counts updates of a parameter, as in `torch.optim.AdamW`."""
@@ -35,8 +38,50 @@ State = MutableMapping[Tensor, dict[str, Any]]
 """The optimizer's `state`, by parameter."""
 
 
+class Piece(NamedTuple):
+    """Elements [start, stop) of a unit of update that a step treats alike.
+
+    Attributes:
+        grad: their gradient; None if they are idle, and only copied.
+        view: number of the first view in them; 0 for a single parameter.
+    """
+
+    start: int
+    stop: int
+    grad: Tensor | None
+    view: int = 0
+
+
+class Due(NamedTuple):
+    """A unit of update in a step that updates some of it.
+
+    Attributes:
+        grads: gradients that count in a norm; together they cover all elements whose gradient is not zero.
+        pieces: what the step does to which elements; they cover everything but gaps.
+    """
+
+    updated: Updated
+    grads: Sequence[Tensor]
+    pieces: Sequence[Piece]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The tensor that is updated."""
+        return self.updated.parameter
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group with its options."""
+        return self.updated.group
+
+    @property
+    def shard(self) -> FlatShard | None:
+        """The flat shard of the parameter; None for an ordinary one."""
+        return self.updated.shard
+
+
 class Updated:
-    """Unit of update, which takes one run of the kernel: here a single parameter.
+    """Unit of update: here a single parameter.
 
     Attributes:
         parameter: the tensor to update.
@@ -59,17 +104,29 @@ class Updated:
         """Number of the shard in its model if there are views of it; 0 for anything else."""
         return 0
 
+    def due(self) -> Due | None:
+        """What a step does to it now; None without a gradient."""
+        grad = grad_of(self.parameter)
+        if grad is None:
+            return None
+        check_grad(self.parameter, grad)
+        # The gradient of a shard is a `ShardGrad`, which answers for all ranks.
+        grad = grad if self.shard is None else grad.as_subclass(Tensor)
+        return Due(self, [grad], [Piece(0, self.parameter.numel(), grad)])
+
     def state(self, states: State) -> dict[str, Any]:
-        """The optimizer's state for it, to be read and written; empty at first."""
+        """The optimizer's state for it, but for counts, to be read and written; empty at first."""
         return states[self.parameter]
 
-    def count(self, states: State) -> Tensor | None:
-        """Number of steps it has had, 0-dim; None if that is not counted."""
-        step: Tensor | None = states.get(self.parameter, {}).get(STEP)
-        return step
+    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
+        state = states[self.parameter]
+        if STEP not in state:
+            state[STEP] = step_count(0, self.parameter)
+        return [state[STEP]]
 
     def hand_out(self, states: State) -> None:
-        """Gives the parameters what `state` has got since."""
+        """Gives the parameters what `state` and `counts` have got since."""
 
 
 class Joined(Updated):
@@ -87,14 +144,20 @@ class Joined(Updated):
         self._viewed = viewed
         self._first, self._last = first, last
         self._start, self._stop = start, stop
+        # The views with elements, by their numbers.
+        views = enumerate(viewed.views[first:last], start=first)
+        self._views = {n: (view, a - start, b - start) for n, (view, a, b) in views if a < b}
         self._own: dict[str, Any] = {}
+        # Views with the same history share one count.
+        self._steps: dict[int, Tensor] = {}
+        self._has_one_history = True
         self._handed_out: list[tuple[Tensor, dict[str, Any]]] = []
+        self._is_handed_out = True
 
     @property
-    def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """The views as (parameter, start, stop): elements [start, stop) of `parameter`."""
-        views = self._viewed.views[self._first : self._last]
-        return [(view, start - self._start, stop - self._start) for view, start, stop in views]
+    def views(self) -> Sequence[Tensor]:
+        """The views that have elements."""
+        return [view for view, _, _ in self._views.values()]
 
     @property
     def model(self) -> object:
@@ -106,33 +169,102 @@ class Joined(Updated):
         """Number of the shard in its model."""
         return self._viewed.number
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient of all views together, as long as `parameter`; None if they do not share one."""
+    def due(self) -> Due | None:
+        """What a step does to the views; None if none of them has a gradient."""
         joint = self._viewed.joint_grad(self._first, self._last)
-        return None if joint is None else joint[self._start : self._stop]
+        if joint is not None:
+            grad = joint.flat[self._start : self._stop]
+            if self._views and self._has_one_history and not joint.idle:
+                return Due(self, [grad], [Piece(0, grad.numel(), grad, next(iter(self._views)))])
+            # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
+            return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
+        grads: dict[int, Tensor] = {}
+        for number, (view, _, _) in self._views.items():
+            if (found := grad_of(view)) is not None:
+                check_grad(view, found)
+                grads[number] = found.as_subclass(Tensor)
+        if not grads:
+            return None
+        return Due(self, list(grads.values()), self._pieces(grads))
+
+    def _pieces(self, grads: Mapping[int, Tensor]) -> list[Piece]:
+        """Neighbours with one gradient and one history together, each up to where the next one starts.
+
+        Args:
+            grads: by view, its own gradient, or the one of all views together; idle views have none.
+        """
+        found: list[list[int]] = []
+        before: tuple[Tensor | None, Tensor | None] | None = None
+        for number in self._views:
+            now = grads.get(number), self._steps.get(number)
+            if before is None or now[0] is not before[0] or now[1] is not before[1]:
+                found.append([])
+            found[-1].append(number)
+            before = now
+        edges = [0, *(self._views[numbers[0]][1] for numbers in found[1:]), self.parameter.numel()]
+        pieces = []
+        for numbers, start, stop in zip(found, edges, edges[1:], strict=False):
+            found_grad = grads.get(numbers[0])
+            if found_grad is None or found_grad.numel() == self.parameter.numel():
+                part = None if found_grad is None else found_grad[start:stop]
+                pieces.append(Piece(start, stop, part, numbers[0]))
+            else:
+                # A gradient of its own is as long as its view, without the gap behind.
+                _, start, stop = self._views[numbers[0]]
+                pieces.append(Piece(start, stop, found_grad, numbers[0]))
+        return pieces
 
     def state(self, states: State) -> dict[str, Any]:
-        """The optimizer's state of all views together."""
+        """The optimizer's state of all views together, but for counts."""
         return self._own
 
-    def count(self, states: State) -> Tensor | None:
-        """The number of steps that the state has seen."""
-        return self._own.get(STEP)
+    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+        """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
+        if len(pieces) > 1 or not self._steps:
+            self._keep_apart(pieces)
+        return [None if piece.grad is None else self._steps[piece.view] for piece in pieces]
+
+    def _keep_apart(self, pieces: Sequence[Piece]) -> None:
+        """Makes counts where there are none, and lets idle views not count along with others."""
+        idle_from = {piece.view: piece.grad is None for piece in pieces}
+        idle: list[int] = []
+        new: Tensor | None = None
+        is_idle = False
+        for number in self._views:
+            is_idle = idle_from.get(number, is_idle)
+            if is_idle:
+                idle.append(number)
+            elif number not in self._steps:
+                new = self._steps[number] = step_count(0, self.parameter) if new is None else new
+                self._is_handed_out = False
+        counted = {id(step) for number, step in self._steps.items() if number not in idle}
+        copies: dict[int, Tensor] = {}
+        for number in self._steps.keys() & set(idle):
+            step = self._steps[number]
+            if id(step) in counted:
+                self._steps[number] = copies.setdefault(id(step), step.clone())
+                self._is_handed_out = False
+        self._note_histories()
+
+    def _note_histories(self) -> None:
+        self._has_one_history = len({id(self._steps.get(number)) for number in self._views}) < 2
 
     def hand_out(self, states: State) -> None:
         """Gives each view its part of the state, as state dicts have it."""
-        if len(self._own) == (len(self._handed_out[0][1]) if self._handed_out else 0):
+        if self._is_handed_out:
             return
         self._handed_out = []
-        for view, start, stop in self.views:
-            if start < stop:
-                parts = {key: value if key == STEP else value[start:stop] for key, value in self._own.items()}
-                states[view] = dict(parts)
-                self._handed_out.append((view, parts))
+        for number, step in sorted(self._steps.items()):
+            view, start, stop = self._views[number]
+            parts = {STEP: step, **{key: value[start:stop] for key, value in self._own.items()}}
+            states[view] = dict(parts)
+            self._handed_out.append((view, parts))
+        self._is_handed_out = True
 
     def has_its_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether the optimizer's state is still the one that was handed out."""
+        if sum(bool(states.get(view)) for view in self.views) != len(self._handed_out):
+            return False
         for view, parts in self._handed_out:
             found = states.get(view)
             if found is None or len(found) != len(parts):
@@ -146,66 +278,61 @@ class Joined(Updated):
 
         Waits for the device, if there are any.
         """
-        own = [(states.get(view) or {}, start, stop) for view, start, stop in self.views if start < stop]
-        own = [({k: v for k, v in state.items() if v is not None}, a, b) for state, a, b in own]
-        if not any(state for state, _, _ in own):
+        of_views = ((number, states.get(view) or {}) for number, (view, _, _) in self._views.items())
+        own = {n: {k: v for k, v in state.items() if v is not None} for n, state in of_views}
+        own = {number: state for number, state in own.items() if state}
+        if not own:
             return True
-        first = own[0][0]
-        if any(state.keys() != first.keys() for state, _, _ in own):
+        first = next(iter(own.values()))
+        if STEP not in first or any(state.keys() != first.keys() for state in own.values()):
             return False
-        for key, value in first.items():
-            found = [state[key] for state, _, _ in own]
-            if not all(isinstance(each, Tensor) and each.dtype == value.dtype for each in found):
-                return False
-            if key == STEP:
-                if len(set(torch.stack([each.reshape(()) for each in found]).tolist())) > 1:
+        for number, state in own.items():
+            _, start, stop = self._views[number]
+            for key, value in state.items():
+                shape = first[STEP].shape if key == STEP else (stop - start,)
+                if not isinstance(value, Tensor) or (value.dtype, value.shape) != (first[key].dtype, shape):
                     return False
-            elif any(
-                each.shape != (stop - start,) for each, (_, start, stop) in zip(found, own, strict=True)
-            ):
-                return False
-        for key, value in first.items():
-            if key == STEP:
-                self._own[key] = value.clone()
-                continue
-            self._own[key] = torch.zeros_like(self.parameter, dtype=value.dtype, device=value.device)
-            for state, start, stop in own:
+        of_count: dict[float, Tensor] = {}
+        counts = torch.stack([state[STEP].reshape(()) for state in own.values()]).tolist()
+        for (number, state), count in zip(own.items(), counts, strict=True):
+            self._steps[number] = of_count.setdefault(count, state[STEP].clone())
+        self._note_histories()
+        for key in first.keys() - {STEP}:
+            like = first[key]
+            self._own[key] = torch.zeros_like(self.parameter, dtype=like.dtype, device=like.device)
+            for number, state in own.items():
+                _, start, stop = self._views[number]
                 self._own[key][start:stop] = state[key]
+        self._is_handed_out = False
         self.hand_out(states)
         return True
-
-    def parted(self, states: State) -> list[Updated]:
-        """The non-empty views one by one, each with its part of the state and its own count."""
-        parted = [Updated(view, self.group, FLAT_SHARD.of(view)) for view, a, b in self.views if a < b]
-        for each in parted:
-            state = states.get(each.parameter, {})
-            if STEP in state:
-                state[STEP] = state[STEP].clone()
-        return parted
 
 
 def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updated]:
     """Lists all units of update in the order of the parameters; joined views come at their first one."""
     group_of = {p: group for group in param_groups for p in group["params"] if VIEWED_SHARD.of(p) is not None}
     joined = {
-        each.views[0][0]: each
+        first: each
         for viewed in dict.fromkeys(VIEWED_SHARD.of(view) for view in group_of)
         if viewed is not None
-        for each in _runs(viewed, group_of)
+        for first, each in _runs(viewed, group_of)
     }
     found: list[Updated] = []
     for group in param_groups:
         for parameter in group["params"]:
             if parameter not in group_of:
                 found.append(Updated(parameter, group, FLAT_SHARD.of(parameter)))
-            elif parameter in joined:
-                together = joined[parameter]
-                found += [together] if together.take_over(states) else together.parted(states)
+            elif (together := joined.get(parameter)) is None:
+                continue
+            elif together.take_over(states):
+                found.append(together)
+            else:
+                found += [Updated(view, group, FLAT_SHARD.of(view)) for view in together.views]
     return found
 
 
-def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Iterator[Joined]:
-    """Yields runs of neighbouring views of one group, as `param_groups` cuts portions."""
+def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Iterator[tuple[Tensor, Joined]]:
+    """Yields runs of neighbouring views of one group, as `param_groups` cuts them, with their first view."""
     views, numel = viewed.views, viewed.flat.numel()
     groups = [group_of.get(view) for view, _, _ in views]
     edges = [n for n in range(len(views)) if n == 0 or groups[n] is not groups[n - 1]]
@@ -214,4 +341,28 @@ def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Ite
         start = views[first][1]
         stop = numel if last == len(views) else views[last][1]
         if group is not None and start < stop:
-            yield Joined(viewed, group, first, last, start, stop)
+            yield views[first][0], Joined(viewed, group, first, last, start, stop)
+
+
+def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
+    """Copy of a step count on the parameter's device: FP32, 0-dim."""
+    if isinstance(value, Tensor):
+        return value.detach().to(parameter.device, torch.float32, copy=True)
+    return torch.full((), value, dtype=torch.float32, device=parameter.device)
+
+
+def grad_of(parameter: Tensor) -> Tensor | None:
+    """Gradient of a parameter: `.main_grad` if an engine or a fused wgrad accumulates there, else `.grad`."""
+    main_grad = MAIN_GRAD.of(parameter)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def check_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Refuses a gradient that does not fit its parameter."""
+    fits = grad.shape == parameter.shape and grad.device == parameter.device
+    if grad.layout != torch.strided or not grad.is_floating_point() or not fits:
+        kind = "sparse" if grad.layout != torch.strided else str(grad.dtype)
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} on {parameter.device} has a gradient of shape "
+            f"{tuple(grad.shape)} on {grad.device}, {kind}; it must be dense, floating-point, and like it"
+        )

@@ -5,7 +5,7 @@ Next: `flatfsdp.kernels.optim.sgd` has the formula.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
-from flatfsdp.optim.fused import Due, Formula, FusedOptimizer, LaunchKey, step_count
-from flatfsdp.optim.joined import STEP
+from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey
+from flatfsdp.optim.joined import STEP, Due, step_count
 from flatfsdp.optim.verdict import NonFinite
 
 BUFFER = "momentum_buffer"
@@ -91,6 +91,9 @@ class SGD(FusedOptimizer):
             if of_parameter.get(BUFFER) is not None:
                 of_parameter[STEP] = step_count(of_parameter.get(STEP, 1), parameter)
 
+    def _counts(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"] != 0)
+
     def _formula(self, due: Due) -> Formula:
         group = due.group
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -99,12 +102,11 @@ class SGD(FusedOptimizer):
         state = due.updated.state(self.state)
         if state.get(BUFFER) is None:
             state[BUFFER] = torch.zeros_like(due.parameter)
-            state[STEP] = step_count(0, due.parameter)
         numbers = Numbers(lr, group["weight_decay"], momentum, 1 - group["dampening"])
         return Formula([state[BUFFER]], numbers, group["nesterov"])
 
-    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
-        return {due.parameter: step for due, step in counted}
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Sequence[Tensor]:
+        return [step for _, step in counted]
 
     def _update(
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None

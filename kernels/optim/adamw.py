@@ -37,7 +37,6 @@ from flatfsdp.kernels.optim.runs import (
     elements,
     launch_runs,
     load_grad,
-    new_or_old,
     number,
     number_on_device,
     place_of_program,
@@ -117,7 +116,8 @@ def reference(
     for param, grad, exp_avg, exp_avg_sq, of_run, corrected in zip(
         params, grads, exp_avgs, exp_avg_sqs, own, on_device, strict=True
     ):
-        _update(param, grad, exp_avg, exp_avg_sq, of_run, corrected, grad_scale, taken)
+        if grad.shape == param.shape:
+            _update(param, grad, exp_avg, exp_avg_sq, of_run, corrected, grad_scale, taken)
     for param, compute, amax in zip(params, computes, amaxes, strict=True):
         write_rounded(param, compute, amax, dtype)
 
@@ -174,11 +174,11 @@ def _update_block(
     v += (g * g - v) * rest2
     # Triton's `/` and `sqrt` are not IEEE operations on a GPU.
     new = param - (param * decay + tl.div_rn(m, tl.sqrt_rn(v) + eps) * rate)
-    is_new = written(mask, taken_ptr)
+    is_new = written(place, mask, taken_ptr)
     tl.store(m_ptr, m.to(MOMENT), is_new)
     tl.store(v_ptr, v.to(MOMENT), is_new)
     tl.store(param_ptr, new, is_new)
-    param = new_or_old(new, param, is_new, taken_ptr)
+    param = tl.where(is_new, new, param)
     store_rounded(place, param, mask, DTYPE, BLOCK, ALIGNED)
 
 

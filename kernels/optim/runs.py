@@ -7,6 +7,8 @@ that the model computes in, one for the whole call:
     compute = round(param)
     amax    = max(amax, max |round(param)|);  NaN wins
 
+A run without a gradient keeps its parameter and states: only copy and amax are written.
+
 A step may be skipped by a number on the device that the host does not know (`taken`): parameters and states
 then keep their bits, whatever the gradients are, and copy and amax are those of the unchanged parameter.
 
@@ -51,7 +53,7 @@ class Run(NamedTuple):
 
     Attributes:
         param: updated in place.  The kernels need contiguous FP32; anything else is updated in plain PyTorch.
-        grad: only read.
+        grad: only read; None leaves the parameter and the states as they are.
         states: states of the optimizer, updated in place.
         numbers: numbers of the optimizer's formula, such as a learning rate.
         on_device: further numbers, which the device computes from a count of steps: FP32, contiguous (FP64
@@ -61,7 +63,7 @@ class Run(NamedTuple):
     """
 
     param: Tensor
-    grad: Tensor
+    grad: Tensor | None
     states: Sequence[Tensor]
     numbers: Sequence[float]
     on_device: Tensor | None = None
@@ -84,9 +86,11 @@ class Columns(NamedTuple):
     def of(runs: Sequence[Run]) -> Columns:
         """The columns of a nonempty list of runs."""
         none = runs[0].param.new_empty(0)
+        # In the dtype of all gradients, which a kernel reads from the first one.
+        no_grad = next((run.grad.new_empty(0) for run in runs if run.grad is not None), none)
         return Columns(
             [run.param for run in runs],
-            [run.grad for run in runs],
+            [no_grad if run.grad is None else run.grad for run in runs],
             [list(states) for states in zip(*(run.states for run in runs), strict=True)],
             [number for run in runs for number in run.numbers],
             [none if run.on_device is None else run.on_device for run in runs],
@@ -116,7 +120,8 @@ def check_runs(
     """
     first = runs[0]
     names = ["compute", "param", "grad", *(f"states[{i}]" for i in range(len(first.states)))]
-    kinds = [dtype, *(tensor.dtype for tensor in (first.param, first.grad, *first.states))]
+    grad_dtype = next((run.grad.dtype for run in runs if run.grad is not None), None)
+    kinds = [dtype, first.param.dtype, grad_dtype, *(state.dtype for state in first.states)]
     device, wide = first.param.device, torch.promote_types(first.param.dtype, torch.float32)
     for index, run in enumerate(runs):
         if len(run.states) != len(first.states):
@@ -259,7 +264,7 @@ def number(place, ROW: tl.constexpr):
 @jit
 def number_on_device(place, INDEX: tl.constexpr):
     """A number of this run from `on_device`, FP32."""
-    return tl.load(field(place, 6).to(tl.pointer_type(tl.float32)) + INDEX)
+    return tl.load(field(place, 6).to(tl.pointer_type(tl.float32)) + INDEX, field(place, 6) != 0, 0.0)
 
 
 @jit
@@ -275,26 +280,20 @@ def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 @jit
 def load_grad(place, mask, grad_scale_ptr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """The gradient of the program's block in FP32, times the scale of all gradients."""
-    grad = tl.load(elements(place, 3, GRAD, BLOCK, ALIGNED), mask, 0.0).to(tl.float32)
+    has_grad = field(place, 3) != 0
+    grad = tl.load(elements(place, 3, GRAD, BLOCK, ALIGNED), mask & has_grad, 0.0).to(tl.float32)
     if grad_scale_ptr is not None:
         grad *= tl.load(grad_scale_ptr)
     return grad
 
 
 @jit
-def written(mask, taken_ptr):
-    """The elements of the block that get new values."""
+def written(place, mask, taken_ptr):
+    """The elements of the block that get new values: none without a gradient, or if the step is skipped."""
+    mask = mask & (field(place, 3) != 0)
     if taken_ptr is not None:
         mask = mask & (tl.load(taken_ptr).to(tl.int32) != 0)
     return mask
-
-
-@jit
-def new_or_old(new, old, is_new, taken_ptr):
-    """The values of the block after the step; `is_new` is from `written`."""
-    if taken_ptr is not None:
-        new = tl.where(is_new, new, old)
-    return new
 
 
 @jit

@@ -32,7 +32,6 @@ from flatfsdp.kernels.optim.runs import (
     elements,
     launch_runs,
     load_grad,
-    new_or_old,
     number,
     number_on_device,
     place_of_program,
@@ -75,7 +74,8 @@ def reference(
     for index, (param, compute, amax) in enumerate(zip(params, computes, amaxes, strict=True)):
         own = Numbers(*numbers[4 * index : 4 * index + 4])
         buffer = buffers[index] if buffers else None
-        _update(param, grads[index], buffer, own, on_device[index], grad_scale, taken, nesterov)
+        if grads[index].shape == param.shape:
+            _update(param, grads[index], buffer, own, on_device[index], grad_scale, taken, nesterov)
         write_rounded(param, compute, amax, dtype)
 
 
@@ -123,7 +123,7 @@ def _update_block(
     g = load_grad(place, mask, grad_scale_ptr, GRAD, BLOCK, ALIGNED)
     g += param * weight_decay
     direction = g
-    is_new = written(mask, taken_ptr)
+    is_new = written(place, mask, taken_ptr)
     if BUFFER is not None:
         momentum, rest, is_first = number(place, 9), number(place, 10), number_on_device(place, 0) <= 1
         buffer_ptr = elements(place, 11, BUFFER, BLOCK, ALIGNED)
@@ -133,7 +133,7 @@ def _update_block(
         direction = g + b * momentum if NESTEROV else b
     new = param - direction * lr
     tl.store(param_ptr, new, is_new)
-    param = new_or_old(new, param, is_new, taken_ptr)
+    param = tl.where(is_new, new, param)
     store_rounded(place, param, mask, DTYPE, BLOCK, ALIGNED)
 
 

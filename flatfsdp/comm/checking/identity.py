@@ -56,6 +56,7 @@ class Action(IntEnum):
     INPUTS = 20
     LOAD = 21
     AVERAGE = 22
+    USED = 23
 
 
 _WORDS = {
@@ -66,6 +67,7 @@ _WORDS = {
     Action.REDUCE: "reduces the gradients of {unit}",
     Action.REDUCE_REPLICAS: "reduces the gradients of {unit} over replicas",
     Action.REDUCE_PARTIAL: "adds up the gradients of {unit} over tensor-parallel ranks",
+    Action.USED: "compares which parameters the step has used",
     Action.SCALE: "scales FP8 weights",
     Action.SHOW: "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)",
     Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",

@@ -47,6 +47,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it needs
             whole parameters and has shards; if weight decay was chosen by `p.dim()`, which is 1 for shards.
+        RuntimeError: if gradients of its parameters are accumulated and not yet reduced.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # No function call per parameter: that would take most of the time.
@@ -59,7 +60,11 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "shards. Build the optimizer after sharding, outside of summon_full_params, from "
             "model.parameters() or flatfsdp.param_groups(model, ...)"
         )
-    if not _is_elementwise(type(optimizer)) and any(FLAT_SHARD.of(p) is not None for p in parameters):
+    shard = FLAT_SHARD.name
+    targets = [target for p in parameters if (target := p.__dict__.get(shard)) is not None]
+    for group in dict.fromkeys(target.group for target in targets):
+        group.require_reduced()
+    if targets and not _is_elementwise(type(optimizer)):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
             "rank's part of each: its step would depend on the number of ranks. Use an element-wise "

@@ -41,10 +41,12 @@ class OfGroups(NamedTuple):
     Attributes:
         passages: state of each flat group.
         sums: address of each group's accumulated gradients; 0 while there are none.
+        trained: whether each parameter of each group is trained, as noticed at the beginning of the step.
     """
 
     passages: list[Passage]
     sums: list[int]
+    trained: list[list[bool]]
 
 
 class Facts(NamedTuple):
@@ -54,7 +56,7 @@ class Facts(NamedTuple):
         of_groups: facts that only the engine changes.
         hooks: hooks of modules that may be recorded.
         modes: whether each module is in training mode.
-        trained: whether each group is trained.
+        trained: whether the first parameter of each group is trained.
         addresses: addresses of shards and FP8 scales.
         buffers: addresses, shapes with dtypes, and strides of all modules' buffers, except FP8 scales.
         scales: which buffers FP8 layers have, by `id`; they get others when their scales move.  A recording
@@ -150,7 +152,8 @@ class Surroundings:
         now = root.changes.count, root.microbatch.step, list(map(_VERSION, self._flats))
         if self._of_groups is None or self._of_groups[0] != now:
             sums = [0 if group.main_grad is None else group.main_grad.address for group in root.groups]
-            self._of_groups = now, OfGroups(root.passages(), sums)
+            trained = [group.params.trained for group in root.groups]
+            self._of_groups = now, OfGroups(root.passages(), sums, trained)
         return self._of_groups[1]
 
     def _have_scales(self) -> list[bool]:

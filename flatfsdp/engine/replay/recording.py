@@ -19,6 +19,7 @@ from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.engine.replay.facts import Surroundings
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.step.reduce import Used
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
@@ -59,6 +60,7 @@ class Recording:
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
         before, found = Moved.of(root.ledger), root.passages()
+        from_autograd = root.changes.from_autograd
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
         root.reducer.recorded = []
         self._renew()
@@ -70,13 +72,15 @@ class Recording:
             self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
+            if root.changes.from_autograd != from_autograd:
+                raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
         # The groups that an eager microbatch would leave changed; nothing has run yet.
         self._changed: list[tuple[FlatGroup, Passage]] = [
             (group, passage)
             for group, passage, earlier in zip(root.groups, root.passages(), found, strict=True)
             if passage != earlier
         ]
-        self._reduced: list[FlatGroup] = root.reducer.recorded
+        self._reduced: list[tuple[FlatGroup, Used]] = root.reducer.recorded
         self.scalings: list[Scaling] = root.scales.noted
         self._first_scaled = [
             scaling for scaling in self.scalings if scaling.has_scales and scaling in lacking

@@ -116,6 +116,7 @@ class _Seen:
         outputs: structure of the function's result.
         scalings: FP8 scales that its eager runs have updated; a recording may not be the first to do so.
         moves: what its last eager run did to the random state.
+        has_penalty: whether its last eager run brought gradients to the optimizer's parameters themselves.
     """
 
     facts: Facts | None = None
@@ -124,6 +125,7 @@ class _Seen:
     outputs: TreeSpec | None = None
     scalings: Sequence[Scaling] = ()
     moves: RandomMoves | None = None
+    has_penalty: bool = False
 
 
 class Replayed(Generic[P, R]):
@@ -152,6 +154,7 @@ class Replayed(Generic[P, R]):
         root = root_of(self._model)
         if root.in_forward:
             raise RuntimeError("a replayed microbatch inside a forward of the model")
+        root.drop_left()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
         kind = Kind(root.microbatch.index == 0, root.microbatch.is_last)
@@ -184,6 +187,8 @@ class Replayed(Generic[P, R]):
         self._seen.move_to_end(key)
         if seen.moves is not None and seen.moves.reseeds:
             reason = "the microbatch sets a random seed, which replays would not"
+        if seen.has_penalty:
+            reason = "a penalty on model.parameters() adds gradients beside those that are reduced"
         if reason is not None:
             self._say(reason)
         elif seen.recording is not None and seen.recording[0] == facts:
@@ -205,8 +210,10 @@ class Replayed(Generic[P, R]):
             return self._record(graphs, root, key, call, seen, surroundings, tensors)
         root.begin_replayable((), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
+        from_autograd = root.changes.from_autograd
         with graphs.watched() as moves:
             outputs = self._call(call, seen, inputs)
+        seen.has_penalty = root.changes.from_autograd != from_autograd
         if moves != seen.moves:
             seen.moves, seen.times = moves, 0
         seen.scalings = root.scales.noted

@@ -14,6 +14,9 @@ identity of its unit (`comm/checking/journal.py`), so ranks that do not pair rai
               --all-reduce across tensor-parallel ranks, where each has a part of a sum--> master.grad
 
 With `grad_sync="last"` there is one reducing backward, and `partial_grad` is not kept.
+
+A parameter that no rank has used in a step has no gradient, as in plain PyTorch, so that optimizers leave it
+alone.  Ranks tell each other what they have used: one bit a parameter, in one small all-reduce a step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -29,13 +33,17 @@ from torch import Tensor
 from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import all_reduce, reduce_scatter
+from flatfsdp.comm.collectives import all_reduce, raise_to_largest_byte, reduce_scatter
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
+
+Used = tuple[bool, ...]
+"""Whether a gradient has come to each parameter of a group in place, or, alone, to a flat parameter."""
 
 MAX_IN_FLIGHT = 2
 """Reductions under way before the compute stream waits for the oldest: one runs while the next one's
@@ -63,7 +71,7 @@ class Reducer:
             step are reduced together.
 
     Attributes:
-        recorded: groups that the last recorded microbatch has reduced.
+        recorded: groups that the last recorded microbatch has reduced, with what was used of each.
     """
 
     def __init__(
@@ -80,7 +88,8 @@ class Reducer:
         self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
-        self.recorded: list[FlatGroup] = []
+        self._masks: dict[tuple[tuple[Ranks, ...], Used], Tensor] = {}
+        self.recorded: list[tuple[FlatGroup, Used]] = []
 
     @property
     def has_units(self) -> bool:
@@ -125,17 +134,26 @@ class Reducer:
             self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
         while self._in_flight:
             self._retire()
+        used = [_used(group) for group, _ in self._reduced]
         # Only now, so that a backward that fails half-way leaves all gradients as they were.
         if publishes:
-            self._publish()
+            self._publish(used)
         else:
-            self.recorded = [group for group, _ in self._reduced]
+            self.recorded = [(self._reduced[i][0], of_group) for i, of_group in enumerate(used)]
         self.forget()
 
-    def publish_kept(self, groups: Iterable[FlatGroup]) -> None:
-        """Publishes the gradients of these groups, which a replay has reduced into their kept memory."""
-        self._reduced = [(group, group.kept_grad) for group in groups if group.kept_grad is not None]
-        self._publish()
+    def publish_kept(self, reduced: Iterable[tuple[FlatGroup, Used]]) -> None:
+        """Publishes the gradients of groups, which a replay has reduced into their kept memory.
+
+        Args:
+            reduced: the groups, each with what this rank has used of it.
+        """
+        used = []
+        for group, of_group in reduced:
+            assert group.kept_grad is not None
+            self._reduced.append((group, group.kept_grad))
+            used.append(of_group)
+        self._publish(used)
         self.forget()
 
     def abandon(self) -> None:
@@ -158,7 +176,7 @@ class Reducer:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         is_last = groups[0].microbatch.is_last
-        flats = [_taken(group) for group in groups]
+        flats = [group.take_grad() for group in groups]
         # Allocated on the compute stream, which uses them in the end.
         shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
@@ -267,20 +285,66 @@ class Reducer:
         self._ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
         return cast
 
-    def _publish(self) -> None:
-        """Hands the gradients to the optimizer, on its device."""
+    def _used_by_any(self, own: Sequence[Used]) -> Sequence[Used]:
+        """What any rank has used of each reduced group, from what this rank has used.  Collective.
+
+        Every rank sends its bits in every step, in the order of the reductions.  The host waits for the
+        answer only on a rank that has left a trained parameter unused: all others know it.
+        """
+        places: dict[tuple[Ranks, ...], list[int]] = {}
+        for index, (group, _) in enumerate(self._reduced):
+            grid = group.reduce_grid
+            ranks = tuple(each for each in (grid.shard, grid.replicate, group.grid.tensor) if each.size > 1)
+            if ranks:
+                places.setdefault(ranks, []).append(index)
+        answers = list(own)
+        for ranks, indices in places.items():
+            groups = [self._reduced[index][0] for index in indices]
+            bits = tuple(bit for index in indices for bit in own[index])
+            pairs = zip(groups, (own[index] for index in indices), strict=True)
+            asks = any(_may_be_used_elsewhere(*pair) for pair in pairs)
+            with self._stream.after_compute():
+                mask = self._mask(ranks, bits, is_answer=not asks)
+                for each in ranks:
+                    with launch(each, groups[0].identify(Action.USED), self._device):
+                        raise_to_largest_byte(mask, each)
+            compute_waits_for(self._stream.mark(), self._device)
+            if asks:
+                found = iter(mask.tolist())
+                for index in indices:
+                    answers[index] = tuple(bool(next(found)) for _ in own[index])
+        return answers
+
+    def _mask(self, ranks: tuple[Ranks, ...], bits: Used, *, is_answer: bool) -> Tensor:
+        """The bits on the device.  If they are the answer, they stay what they are, for later steps, too."""
+        if not is_answer:
+            return torch.tensor(bits, dtype=torch.uint8, device=self._device)
+        key = ranks, bits
+        if key not in self._masks:
+            self._masks[key] = torch.tensor(bits, dtype=torch.uint8, device=self._device)
+        return self._masks[key]
+
+    def _publish(self, used: Sequence[Used]) -> None:
+        """Hands the gradients to the optimizer, on its device.
+
+        Args:
+            used: what this rank has used of each reduced group.
+        """
+        used = self._used_by_any(used)
         downloads = [group.master.is_offloaded for group, _ in self._reduced]
         grads = [self._download(group, g) if group.master.is_offloaded else g for group, g in self._reduced]
         if any(downloads):
             # The optimizer reads them on the host first.
             torch.cuda.current_stream(self._device).synchronize()
-        for (group, _), grad in zip(self._reduced, grads, strict=True):
-            added = group.master.add_grad(grad)
+        for (group, _), grad, of_group in zip(self._reduced, grads, used, strict=True):
+            added = group.master.add_grad(grad, of_group)
             if added:
                 self._ledger.add("accumulate", 3 * added * grad.element_size())
-        for group, _ in self._reduced:
-            for parameter in group.master.parameters:
-                run_post_accumulate_hooks(parameter)
+        for (group, _), of_group in zip(self._reduced, used, strict=True):
+            of_parameters = of_group if group.master.has_views else repeat(of_group[0])
+            for parameter, is_used in zip(group.master.parameters, of_parameters, strict=False):
+                if is_used:
+                    run_post_accumulate_hooks(parameter)
 
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()
@@ -291,6 +355,17 @@ class Reducer:
         return host
 
 
-def _taken(group: FlatGroup) -> Tensor:
-    assert group.main_grad is not None
-    return group.main_grad.take()
+def _used(group: FlatGroup) -> Used:
+    """What this rank has used of a group: of a wrapper's flat parameter, anything counts as all of it."""
+    if not group.master.has_views:
+        return (bool(group.used),)
+    return tuple(map(group.used.__contains__, range(len(group.layout.slots))))
+
+
+def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:
+    """Whether another rank may have used something that this one has not; nobody uses what is frozen."""
+    if all(own):
+        return False
+    if not group.master.has_views or group.flags_changed_in_step:
+        return True
+    return any(trains and not is_used for trains, is_used in zip(group.params.trained, own, strict=True))

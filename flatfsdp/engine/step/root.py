@@ -23,7 +23,7 @@ from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.gather_and_free import reshard_unused
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
-from flatfsdp.engine.step.reduce import Reducer
+from flatfsdp.engine.step.reduce import Reducer, Used
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
@@ -86,7 +86,7 @@ class Root:
         self.ledger = ledger
         self.scales = StepScales()
         self.changes = Changes()
-        self._markers = AllMarkers([group.marks for group in self.groups], self.changes)
+        self._markers = AllMarkers([group.master.marks for group in self.groups], self.changes)
         self._watched: int | None = None
         self.order = ForwardOrder(prefetch)
         self.gather_stream = SideStream(device)
@@ -201,9 +201,10 @@ class Root:
     def _require_no_hooks(self) -> None:
         """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
-            hooks = list(map(_HOOKS, group.master.parameters))
-            for number, of_parameter in enumerate(hooks if any(hooks) else ()):
-                if of_parameter:
+            # The first one is the engine's (`unreduced.py`).
+            counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
+            for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
+                if count > 1:
                     name = group.prefix + group.master.portion_name(number)
                     raise RuntimeError(
                         f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
@@ -252,10 +253,16 @@ class Root:
             unit.expire()
 
     def _follow_user(self) -> None:
-        """Follows what the user did to flat parameters: zeroed gradients, froze or unfroze parameters."""
+        """Follows what the user did: left a loop, zeroed gradients, froze or unfroze parameters."""
+        self.drop_left()
         for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
+
+    def drop_left(self) -> None:
+        """Drops what was accumulated in a loop over microbatches that was left before its last backward."""
+        if self.microbatch.is_left:
+            self.microbatch.end_step()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -372,16 +379,18 @@ class Root:
         """State of all groups between two microbatches."""
         return [group.passage for group in self.groups]
 
-    def skip_to(self, passages: Iterable[tuple[FlatGroup, Passage]], reduced: Sequence[FlatGroup]) -> None:
+    def skip_to(
+        self, passages: Iterable[tuple[FlatGroup, Passage]], reduced: Sequence[tuple[FlatGroup, Used]]
+    ) -> None:
         """Sets the state that a replayed microbatch would have left, had it run eagerly.
 
         Args:
             passages: groups that it changes, each with the state that it leaves.
-            reduced: groups whose gradients it has reduced.
+            reduced: groups whose gradients it has reduced, each with what the step has used of it.
         """
         for group, passage in passages:
             group.skip_to(passage)
-        for group in reduced:
+        for group, _ in reduced:
             group.join_step()
         if reduced:
             self.reducer.publish_kept(reduced)

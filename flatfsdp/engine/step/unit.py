@@ -41,7 +41,7 @@ from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
 from flatfsdp.engine.step.reduce import Reducer
-from flatfsdp.engine.step.requires_grad import follow_one_flag
+from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.flat.nested import map_tensors, tensors_in
@@ -168,7 +168,7 @@ class Unit:
     def before_forward(self, arguments: object) -> Begun:
         """Gathers the parameters, for a call with these arguments."""
         for group in self.groups:
-            follow_one_flag(group)
+            follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {group.prefix}{name} was replaced after sharding, and nothing would update "
@@ -307,7 +307,7 @@ class Unit:
         awaited = 0
         for group in self.groups:  # faster than a sum, and asked for at each landing
             if group.is_awaited:
-                awaited += len(group.layout.slots)
+                awaited += group.num_trained
         return awaited
 
     def _all_landed_in(self, backward: int) -> bool:
@@ -322,12 +322,11 @@ class Unit:
         landed = by_group[group]
         if not landed:
             group.join_step()
-        slots = len(group.layout.slots)
         if index is None:
-            landed.update(range(slots))
+            landed.update(range(group.num_trained))
         else:
             landed.add(index)
-        if len(landed) == slots:
+        if len(landed) >= group.num_trained:
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
@@ -391,6 +390,7 @@ class Unit:
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
             group.drop_unreduced()
+            group.master.marks.drop_autograds()
 
 
 def _of_groups() -> defaultdict[FlatGroup, set[int]]:

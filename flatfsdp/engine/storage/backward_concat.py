@@ -6,7 +6,7 @@ Next: `engine/step/unit.py` counts what has landed.
 
 `Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
 
-    follow     train or freeze the parameters from now on
+    follow     train or freeze each of the parameters from now on
     show       the buffer has been gathered
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
     rebind     bind the parameters again after something else was bound
@@ -15,9 +15,7 @@ Next: `engine/step/unit.py` counts what has landed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +25,7 @@ from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import run_as_soon_as_ready
-
-T = TypeVar("T")
+from flatfsdp.torch_private import run_as_soon_as_ready, weakly
 
 
 class Leaves:
@@ -45,6 +41,7 @@ class Leaves:
 
     Attributes:
         joints: what layers have in place of several parameters.
+        trained: for each slot, whether graphs of coming forwards lead to its parameter.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Leaves:
         self._main_grad: MainGrad | None = None
         self._landed = landed
         self._parameters = parameters
-        self.trains = main_grad is not None
+        self.trained = [main_grad is not None] * len(parameters)
         self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
@@ -72,9 +69,9 @@ class Leaves:
     def land_in(self, main_grad: MainGrad) -> None:
         """Trains the parameters, with gradients that land in `main_grad`."""
         self._main_grad = main_grad
-        self.follow(True)
+        self.follow([True] * len(self._parameters))
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_weakly(self, Leaves._land, index))
+            parameter.register_post_accumulate_grad_hook(weakly(self, Leaves._land, index))
         main_grad.expose(self._parameters)
         self.joints.train(self._parameters, main_grad)
 
@@ -88,16 +85,11 @@ class Leaves:
         """What the module may have while the parameters are there, in slot order."""
         return [self._parameters]
 
-    def follow(self, trains: bool) -> None:
-        """Sets whether graphs of coming forwards lead to the parameters."""
-        self.trains = trains
-        for parameter in self._parameters:
+    def follow(self, trained: Sequence[bool]) -> None:
+        """Sets whether graphs of coming forwards lead to the parameter of each slot."""
+        self.trained = list(trained)
+        for parameter, trains in zip(self._parameters, trained, strict=True):
             parameter.requires_grad_(trains)
-
-    @property
-    def deviating(self) -> str | None:
-        """Name of a parameter whose `requires_grad` somebody has changed."""
-        return _deviating(self._binding.layout, self._parameters, self.trains)
 
     @property
     def shown_now(self) -> Sequence[Tensor]:
@@ -123,10 +115,13 @@ class Leaves:
         self._is_concealed = True
 
     def joint(self, index: int) -> Tensor | None:
-        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        """What layers read in place of the parts of joint `index`.
+
+        None while those are whole parameters, and if some of them are frozen, and others trained.
+        """
         if self._binding.is_registered:
             return None
-        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
+        return self.joints.get(index, is_there=not self._is_concealed, trained=self.trained)
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
@@ -138,7 +133,7 @@ class Leaves:
         return self._binding.displaced(self._parameters)
 
     def _land(self, index: int, parameter: Tensor) -> None:
-        if not self.trains:
+        if not self.trained[index]:
             # Frozen since the forward: autograd accumulates nothing, but calls the hook.
             return
         grad, parameter.grad = parameter.grad, None
@@ -152,10 +147,12 @@ class Leaves:
 class Views:
     """The module has autograd views of one flat leaf; several uses in one graph add up in the view.
 
-    Autograd concatenates their gradients in each backward, and all slots land at once.
+    Autograd concatenates their gradients in each backward, with zeros for unused parameters, and all slots
+    land at once.
 
     Attributes:
         joints: what layers have in place of several parameters.
+        trained: for each slot, whether coming forwards see a view that leads to the leaf.
 
     Raises:
         ValueError: for a parameter whose hooks need a leaf.
@@ -177,17 +174,20 @@ class Views:
         self.joints = JointTensors(binding.layout, unsharded)
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
         self._leaf = unsharded.detach().requires_grad_()
-        self._leaf.register_post_accumulate_grad_hook(_weakly(self, Views._land))
+        self._leaf.register_post_accumulate_grad_hook(weakly(self, Views._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
             self._views = binding.layout.views(self._leaf)
-        for view in self._views:
+        # The step in which a gradient last came to each view.
+        self._arrived: dict[int, int] = {}
+        for index, view in enumerate(self._views):
             # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
+            view.register_hook(weakly(self, Views._arrive, index))
         self.joints.train(self._views, main_grad)
         self._take_over_hooks(parameters)
         self._is_concealed = False
-        self.follow(True)
+        self.follow([True] * len(self._views))
         for tensors in (self._views, self._frozen_views, self._absent):
             # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
@@ -209,18 +209,15 @@ class Views:
         """What the module may have while the parameters are there, in slot order."""
         return [self._views, self._frozen_views]
 
-    def follow(self, trains: bool) -> None:
-        """Sets whether graphs of coming forwards lead to the flat leaf."""
-        self.trains = trains
-        self._leaf.requires_grad_(trains)
-        for absent in self._absent:
+    def follow(self, trained: Sequence[bool]) -> None:
+        """Sets whether graphs of coming forwards lead from the view of each slot to the flat leaf."""
+        self.trained = list(trained)
+        self._leaf.requires_grad_(any(trained))
+        views = zip(self._views, self._frozen_views, trained, strict=True)
+        self._present = [view if trains else frozen for view, frozen, trains in views]
+        for absent, trains in zip(self._absent, trained, strict=True):
             absent.requires_grad_(trains)
         self.rebind()
-
-    @property
-    def deviating(self) -> str | None:
-        """Name of a parameter whose `requires_grad` somebody has changed."""
-        return _deviating(self._binding.layout, self.shown_now, self.trains)
 
     @property
     def versions(self) -> list[int]:
@@ -239,15 +236,18 @@ class Views:
         self.rebind()
 
     def joint(self, index: int) -> Tensor | None:
-        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        """What layers read in place of the parts of joint `index`.
+
+        None while those are whole parameters, and if some of them are frozen, and others trained.
+        """
         if self._binding.is_registered:
             return None
-        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
+        return self.joints.get(index, is_there=not self._is_concealed, trained=self.trained)
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
         self._binding.bind(self.shown_now)
-        if self.trains:
+        if any(self.trained):
             self._main_grad.expose(self.shown_now)
 
     @property
@@ -258,18 +258,27 @@ class Views:
     @property
     def shown_now(self) -> Sequence[Tensor]:
         """What the module has at this moment, in slot order."""
-        if self._is_concealed:
-            return self._absent
-        return self._views if self.trains else self._frozen_views
+        return self._absent if self._is_concealed else self._present
+
+    def _arrive(self, index: int, grad: Tensor | None) -> None:
+        # None: the layer wrote it into main_grad itself.
+        if grad is not None:
+            self._arrived[index] = self._main_grad.microbatch.step
 
     def _land(self, leaf: Tensor) -> None:
-        if not self.trains:
+        if not any(self.trained):
             # Frozen since the forward, as in `Leaves`.
             return
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
         if grad is not None:
-            self._main_grad.land_flat(grad)
+            step = self._main_grad.microbatch.step
+            used = {index for index, arrived_in in self._arrived.items() if arrived_in == step}
+            for index in [index for index in used if not self.trained[index]]:
+                # Frozen since the forward, too; the concat does not know.
+                self._binding.layout.views(grad)[index].zero_()
+                used.remove(index)
+            self._main_grad.land_flat(grad, used)
         self._landed(None)
 
 
@@ -281,24 +290,3 @@ def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
     nans = torch.full((len(layout.slots),), torch.nan, dtype=like.dtype, device=like.device)
     # `.data` gives each a version counter of its own.
     return [nan.data.expand(slot.shape) for nan, slot in zip(nans, layout.slots, strict=True)]
-
-
-def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> str | None:
-    pairs = zip(layout.slots, tensors, strict=True)
-    return next((slot.name for slot, tensor in pairs if tensor.requires_grad != trains), None)
-
-
-def _weakly(owner: T, method: Callable[..., None], *first: Any) -> Callable[[Tensor], None]:
-    """Calls `method(owner, *first, tensor)` as long as `owner` is alive, without keeping it alive.
-
-    The garbage collector does not look into these hooks: if a hook held its object, which holds the
-    parameter, would keep the model, its buffers and its process groups for good.
-    """
-    reference = weakref.ref(owner)
-
-    def hook(tensor: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            method(alive, *first, tensor)
-
-    return hook

@@ -32,12 +32,13 @@ class Changes:
 
     Attributes:
         count: number of changes so far.
+        from_autograd: number of gradients that autograd has brought to the optimizer's parameters itself.
     """
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "from_autograd")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.from_autograd = 0
 
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:

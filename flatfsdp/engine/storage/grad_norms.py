@@ -21,7 +21,7 @@ from torch import Tensor
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import Answer, Place, ShardGrad
-from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
 from flatfsdp.optim.clip import identity_of_norm, norm_over, require_same_grid, widest
 
 
@@ -115,6 +115,8 @@ class NormsOverRanks:
     def _current(self) -> Iterable[_Current]:
         """The gradients that are there, in the same order on all ranks."""
         for number, master in enumerate(each() for each in self._masters):
+            if master is not None and master.marks.is_on and not master.marks.were_zeroed:
+                raise RuntimeError(f"a norm of gradients was asked for while {UNREDUCED}")
             for index, portion in enumerate(() if master is None else master.portions):
                 assert master is not None
                 grad = reduced_grad(portion.parameter, master.grad_attribute)

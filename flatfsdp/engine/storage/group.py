@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -42,12 +43,14 @@ from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import MasterShard, Portion, Version
-from flatfsdp.engine.storage.unreduced import UnreducedMarks
+from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
 from flatfsdp.torch_private import shares_memory, uses_of_memory
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
 """Function of (master shard, the parameters it was filled from) that cuts one portion for each of them."""
@@ -110,8 +113,9 @@ class FlatGroup:
         model: identity of the model; None before it is used, or if collectives are not checked.
         moved: what steps of the model change besides; None before it is used.
         params: the tensors that the module has, as `Leaves` or `Views`.
+        used: slots that got a gradient on this rank in the step that was reduced last.
         kept_grad: memory of the reduced gradient, if that has a fixed address; None otherwise.
-        marks: markers in the `.grad` of its parameters.
+        num_trained: number of slots whose gradients land in a backward.
         changes: count of changes to this group and all others of the model.
     """
 
@@ -144,7 +148,8 @@ class FlatGroup:
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._joined_step = -1
-        self.marks = UnreducedMarks()
+        self.used: set[int] = set()
+        self._used_in = self._flags_changed_in = -1
         self.changes = Changes()
         self.kept_grad: Tensor | None = None
         self._uses_of_kept_grad = 0
@@ -163,6 +168,7 @@ class FlatGroup:
         self.compute_shard = ComputeShard(self.master, own, self.fp8, built_frozen=self.built_frozen)
         self.main_grad = None if self.built_frozen else self._new_main_grad()
         self.params = self._shown_parameters(originals, unsharded, partial(landed, self))
+        self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
             self._free(self.buffer)
         elif self.fp8 is None:
@@ -326,7 +332,7 @@ class FlatGroup:
 
     def _count_in(self, changes: Changes) -> None:
         self.changes = changes
-        self.master.changes = self.compute_shard.changes = self.marks.changes = changes
+        self.master.changes = self.compute_shard.changes = self.master.marks.changes = changes
         if self.main_grad is not None:
             self.main_grad.changes = changes
         if self.buffer is not None:
@@ -467,20 +473,52 @@ class FlatGroup:
 
     @property
     def trains(self) -> bool:
-        """Whether the parameters require gradients now; see `engine/step/requires_grad.py`."""
-        listed = self.binding.listed  # as `flagged`, but asked for often
-        return (listed[0] if listed else self.master.flat).requires_grad
+        """Whether some parameter requires a gradient now; see `engine/step/requires_grad.py`."""
+        return any(map(_REQUIRES_GRAD, self.flagged))
 
     @property
     def flagged(self) -> Sequence[nn.Parameter]:
         """Parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
         return self.binding.listed or (self.master.flat,)
 
+    @property
+    def flags(self) -> list[bool]:
+        """For each slot, whether its parameter requires a gradient now."""
+        flags = list(map(_REQUIRES_GRAD, self.flagged))
+        return flags if self.master.has_views else flags * len(self.layout.slots)
+
+    @property
+    def flags_changed_in_step(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since the step began."""
+        return self._flags_changed_in == self.microbatch.step
+
+    def train(self, wanted: Sequence[bool]) -> None:
+        """Trains or freezes the parameter of each slot from now on."""
+        self.changes.count += 1
+        self._flags_changed_in = self.microbatch.step
+        self.params.follow(wanted)
+        self.num_trained = sum(wanted)
+        self.master.flat.requires_grad_(any(wanted))
+        flags = wanted if self.master.has_views else [any(wanted)] * len(self.master.parameters)
+        for parameter, trains in zip(self.master.parameters, flags, strict=True):
+            parameter.requires_grad_(trains)
+
     def open_main_grad(self) -> None:
         """Lets gradients land in a group that was built frozen."""
         self.main_grad = self._new_main_grad()
         assert isinstance(self.params, Leaves)
         self.params.land_in(self.main_grad)
+
+    def take_grad(self) -> Tensor:
+        """Hands the accumulated gradient over for reduction, and notes which slots have one."""
+        assert self.main_grad is not None
+        self.main_grad.flush()
+        used = self.main_grad.used
+        if self._used_in != self.microbatch.step:
+            self.used, self._used_in = set(), self.microbatch.step
+        # With several reducing backwards in a step, it is enough that one of them brings a gradient.
+        self.used = self.used | used
+        return self.main_grad.take()
 
     def join_step(self) -> None:
         """Joins the reduction of this step."""
@@ -512,23 +550,29 @@ class FlatGroup:
     def watch_unreduced(self) -> None:
         """Starts watching for an optimizer's `zero_grad()`, which is to drop accumulated gradients."""
         if self.takes_part:
-            self.marks.start(self.master.parameters)
-            self.microbatch.call_at_end_of_step(self.marks.stop)
+            self.master.marks.start()
+            self.microbatch.call_at_end_of_step(self.master.marks.stop)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients of this step have been accumulated and not yet reduced."""
-        return self.marks.is_on
+        return self.master.marks.is_on
 
     def drop_if_zeroed(self) -> None:
         """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
-        if self.marks.were_zeroed:
+        if self.master.marks.were_zeroed:
             self.drop_unreduced()
+
+    def require_reduced(self) -> None:
+        """Raises RuntimeError if an optimizer would step without gradients that wait to be reduced."""
+        self.drop_if_zeroed()
+        if self.has_unreduced:
+            raise RuntimeError(f"an optimizer was about to step while, in unit {self.name}, {UNREDUCED}")
 
     def drop_unreduced(self) -> None:
         """Drops gradients that were accumulated and have not reached the master's gradient."""
         self.changes.count += 1
-        self.marks.stop()
+        self.master.marks.stop()
         self.partial_grad = None
         self._joined_step = -1
         if self.main_grad is not None:
@@ -542,12 +586,12 @@ class FlatGroup:
 
     def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
         """Parameters of the original shapes that alias a whole buffer, in slot order."""
-        return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
+        return list(map(nn.Parameter, self.layout.views(full), self.flags))
 
     def describe(self) -> Iterable[str]:
         """Describes the geometry, one line a parameter or joint, equal on all ranks if the model is sound."""
-        kind = "trained" if self.trains else "frozen"
-        for slot in self.layout.slots:
+        for slot, trains in zip(self.layout.slots, self.flags, strict=True):
+            kind = "trained" if trains else "frozen"
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
             place = f"{list(slot.shape)} at {slot.offset}{role}"
             if self.grid.tensor.size > 1:

@@ -59,11 +59,20 @@ class JointTensors:
         """Tensors that layers may have while the parameters are gathered, in the order of the joints."""
         return [self._trained, self._frozen]
 
-    def get(self, index: int, *, is_there: bool, trains: bool) -> Tensor:
-        """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered."""
+    def get(self, index: int, *, is_there: bool, trained: Sequence[bool]) -> Tensor | None:
+        """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered.
+
+        Args:
+            index: number of the joint.
+            is_there: whether the parameters are gathered.
+            trained: whether each slot is trained; None is returned for a joint of which only some parts are.
+        """
+        flags = {trained[slot] for slot in self._joints[index].slots}
+        if len(flags) > 1:
+            return None
         if not is_there:
             return self._absent[index]
-        return (self._trained if trains else self._frozen)[index]
+        return (self._trained if True in flags else self._frozen)[index]
 
 
 class _JoinParts(torch.autograd.Function):

@@ -7,7 +7,7 @@ Out:  the flat buffer, full, for `engine/step/reduce.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -71,6 +71,7 @@ class MainGrad:
         self._views: list[Tensor] = []
         self._joint_views: list[Tensor] = []
         self._written: list[bool] = []
+        self._used: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
         self._is_open = False
         self.stays = False
@@ -87,6 +88,14 @@ class MainGrad:
     def written(self) -> tuple[bool, ...]:
         """For each slot, whether a gradient has landed in this step; empty if none has in any."""
         return tuple(self._written) if self._is_open and self._step == self.microbatch.step else ()
+
+    @property
+    def used(self) -> set[int]:
+        """Slots that have got a gradient in this step.
+
+        All that were written, but for those in which a concat has only put the zeros of unused parameters.
+        """
+        return self._used if self._is_open and self._step == self.microbatch.step else set()
 
     @property
     def tensor(self) -> Tensor | None:
@@ -112,6 +121,7 @@ class MainGrad:
             if written:
                 self._open()
                 self._written = list(written)
+                self._used = {index for index, is_written in enumerate(written) if is_written}
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
@@ -155,6 +165,7 @@ class MainGrad:
         views = self._open()
         empty = [slot for slot in slots if not self._written[slot]]
         is_first = len(empty) == len(slots)
+        self._used.update(slots)
         for slot in empty:
             self._written[slot] = True
             if not is_first:
@@ -164,6 +175,7 @@ class MainGrad:
     def _claim(self, index: int) -> tuple[Tensor, bool]:
         view, is_first = self._open()[index], not self._written[index]
         self._written[index] = True
+        self._used.add(index)
         return view, is_first
 
     def land(self, index: int, grad: Tensor) -> None:
@@ -202,8 +214,13 @@ class MainGrad:
         moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))
         self.ledger.add("accumulate", sum(moved))
 
-    def land_flat(self, grad: Tensor) -> None:
-        """Adds the padded gradient of one microbatch, which autograd has just concatenated."""
+    def land_flat(self, grad: Tensor, used: Iterable[int]) -> None:
+        """Adds the padded gradient of one microbatch, which autograd has just concatenated.
+
+        Args:
+            grad: the gradient.
+            used: slots whose parameters had one; autograd has made zeros for the others.
+        """
         self.flush()
         # autograd read every view's gradient and wrote the flat one.
         self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
@@ -212,9 +229,13 @@ class MainGrad:
             assert self._tensor is not None
             self._accumulate(self._tensor, grad, first=not any(self._written))
             self._written = [True] * len(self._written)
+            self._used.update(used)
             return
+        before = {*self._used, *used}
         for index, part in enumerate(self._layout.views(grad)):
             self.land(index, part)
+        self.flush()
+        self._used = before
 
     def take(self) -> Tensor:
         """Hands the buffer over for reduction; slots without a gradient in this step are zero."""
@@ -233,7 +254,7 @@ class MainGrad:
         self.changes.count += 1
         if not self.stays:
             self._tensor, self._views, self._joint_views = None, [], []
-        self._written, self._waiting, self._is_open = [], {}, False
+        self._written, self._used, self._waiting, self._is_open = [], set(), {}, False
         self._show()
 
     def _open(self) -> list[Tensor]:
@@ -247,7 +268,7 @@ class MainGrad:
         if not self._is_open or self._step != self.microbatch.step:
             if self._tensor is None:
                 self._allocate()
-            self._written = [False] * len(self._views)
+            self._written, self._used = [False] * len(self._views), set()
         if not self._is_open:
             self._is_open = True
             self._show()

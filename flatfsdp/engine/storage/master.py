@@ -25,7 +25,7 @@ from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.shard_grad import GradNorms, Place, Published, ShardGrad, plain
-from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
 
 
@@ -97,7 +97,7 @@ class MasterShard:
         portions: parts that the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a
             model that is sharded in place, one view for each slot.
         parameters: the parameters of the portions, in the same order.
-        places: places of the portions in the model, for their gradients; empty before the model is used.
+        marks: watch over the `.grad` of the portions while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         identify: function that gives the identity a collective carries; None before the model is used.
         changes: raised with `generation`.
@@ -125,7 +125,7 @@ class MasterShard:
         else:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.places: Sequence[Place] = ()
+        self.marks = UnreducedMarks()
         self._number: tuple[GradNorms, int] | None = None
         self._split: Split | None = None
         self._published: weakref.ref[Published] | None = None
@@ -195,6 +195,7 @@ class MasterShard:
         self._with_memory = [portion.parameter for portion in filled]
         size = self.flat.element_size()
         self._addresses = [self._address + portion.start * size for portion in filled]
+        self.marks.follow(self.parameters)
         self._place()
 
     def number_in(self, norms: GradNorms, number: int) -> None:
@@ -205,7 +206,12 @@ class MasterShard:
     def _place(self) -> None:
         self._split = None
         if self._number is not None:
-            self.places = [Place(*self._number, index) for index in range(len(self.portions))]
+            self.marks.places = [Place(*self._number, index) for index in range(len(self.portions))]
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Places of the portions in the model, for their gradients; empty before the model is used."""
+        return self.marks.places
 
     # ---- whole values -----------------------------------------------------------------------------------
 
@@ -305,14 +311,15 @@ class MasterShard:
         """The reduced gradients that are there: one a portion, or one of all views together."""
         # Cut portions are added up one by one, as in the norm of an optimizer that has them.
         if not self.is_cut and (joint := self.joint_grad(0, len(self.portions))) is not None:
-            return [joint]
+            return [joint.flat]
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [plain(grad) for grad in found if grad is not None]
 
-    def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """The gradient of the whole shard, 1-D, if portions [first, last) all have parts of it.
+    def joint_grad(self, first: int, last: int) -> Published | None:
+        """The gradient of the whole shard, if portions [first, last) all have their parts of it.
 
-        None if one of them has no gradient or another one.  Portions without elements do not count.
+        An idle one has none, where that is zero.  None if one of them has no gradient for another reason, or
+        another gradient.  Portions without elements do not count.
         """
         published = None if self._published is None else self._published()
         if published is None:
@@ -322,33 +329,63 @@ class MasterShard:
             parameter, start, stop = self.portions[index]
             if start == stop:
                 continue
-            grad = attribute.of(parameter)
-            if type(grad) is not ShardGrad or grad.published is not published or grad.place.portion != index:
+            grad = reduced_grad(parameter, attribute)
+            if index in published.idle:
+                if grad is not None:
+                    return None
+            elif (
+                type(grad) is not ShardGrad or grad.published is not published or grad.place.portion != index
+            ):
                 return None
-        return published.flat
+        return published
 
-    def add_grad(self, grad: Tensor) -> int:
+    def add_grad(self, grad: Tensor, used: Sequence[bool]) -> int:
         """Sets the reduced gradient, or adds to one that is there.
+
+        Args:
+            grad: as long as the shard.
+            used: whether some rank has used it in this step, for each view, or once for all other portions;
+                what nobody has used gets no gradient.
 
         Returns:
             Number of elements that were added, not set.
         """
-        attribute = self.grad_attribute
-        if (joint := self.joint_grad(0, len(self.portions))) is not None:
-            joint.add_(grad)
-            return joint.numel()
-        published = Published(grad)
-        # Weak, so that zeroing the gradients of all portions frees the memory.
-        self._published = weakref.ref(published)
-        added = 0
-        for (parameter, _, _), part, place in zip(self.portions, self._parts(grad), self.places, strict=True):
-            present = reduced_grad(parameter, attribute)
-            if present is None:
+        attribute, added = self.grad_attribute, 0
+        published = self.joint_grad(0, len(self.portions))
+        if published is not None:
+            published.flat.add_(grad)
+            added = grad.numel()
+        else:
+            published = Published(grad)
+            published.idle.update(range(len(self.portions)))
+            # Weak, so that zeroing the gradients of all portions frees the memory.
+            self._published = weakref.ref(published)
+        if not published.idle and attribute is GRAD:
+            return added
+        used = used if self.has_views else [used[0]] * len(self.portions)
+        parts = zip(self.portions, self._parts(published.flat), self.places, used, strict=True)
+        for index, ((parameter, _, _), part, place, is_used) in enumerate(parts):
+            present, own = reduced_grad(parameter, attribute), None
+            if attribute is not GRAD:
+                # Autograd brings its own gradients to `.grad`, also where reduced ones are elsewhere.
+                own = reduced_grad(parameter)
+                GRAD.leave(parameter, None)
+            elif isinstance(present, ShardGrad) and present.is_autograds:
+                own, present = present, None
+            if own is not None:
+                # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
+                part.add_(plain(own))
+            if index not in published.idle:
+                continue
+            if present is not None:
+                # The user's own memory, or zeros in place of an `Unreduced`.
+                published.idle.discard(index)
+                if is_used or own is not None:
+                    attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
+                    added += part.numel()
+            elif is_used or own is not None:
+                published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
-            else:
-                # Zeros in place of an `Unreduced` are an ordinary tensor.
-                attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
-                added += part.numel()
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:

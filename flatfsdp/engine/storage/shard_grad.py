@@ -8,7 +8,8 @@ Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_n
     .grad             ShardGrad           ShardGrad
 
 A `ShardGrad`, and any result of the same shape that is computed from it (`p.grad / n`, `.detach()`), knows
-which parameter it belongs to:
+which parameter it belongs to.  What optimizers keep is ordinary: a `clone`, tensors made like it, `_base`.
+
 
     norms                                        are those of the whole gradient, over all ranks
     _amp_foreach_non_finite_check_and_unscale_   shows non-finite values of any rank on all ranks
@@ -54,12 +55,18 @@ class Place(NamedTuple):
 
 
 class Published:
-    """One reduced gradient, as long as the master shard; it lives as long as one of its parts does."""
+    """One reduced gradient, as long as the master shard; it lives as long as one of its parts does.
 
-    __slots__ = ("__weakref__", "flat")
+    Attributes:
+        flat: the gradient; zero in idle portions.
+        idle: numbers of the portions that no rank has used, and that have no gradient.
+    """
+
+    __slots__ = ("__weakref__", "flat", "idle")
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
+        self.idle: set[int] = set()
 
 
 class Answer(NamedTuple):
@@ -77,12 +84,22 @@ class Answer(NamedTuple):
 
 
 _DATA: Any = Tensor.data
+_BASE: Any = Tensor._base
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
 _EXTREMES = tuple(
     getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")
 )
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
+_LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+_ORDINARY = frozenset(
+    [Tensor.as_subclass, torch.clone, Tensor.clone, _BASE.__get__]
+    + [getattr(torch, f"{kind}_like") for kind in _LIKE]
+    + [getattr(Tensor, f"new_{kind}") for kind in _NEW]
+)
+"""Functions whose results belong to no parameter.  If what an optimizer makes of a gradient did, its state
+would ask other ranks; if `_base` did, it would be a view with a base itself, and so on without end."""
 
 
 class ShardGrad(Tensor):
@@ -93,12 +110,14 @@ class ShardGrad(Tensor):
         published: the reduced gradient that this is a part of, in the same memory; None for computed results.
         answer: its norm, if that was taken with another one.
         zeroings: number of times it was zeroed.
+        is_autograds: whether autograd has made it, where there was no gradient (see `unreduced.py`).
     """
 
     place: Place
     published: Published | None = None
     answer: Answer | None = None
     zeroings: int = 0
+    is_autograds: bool = False
 
     @staticmethod
     def of(part: Tensor, place: Place, published: Published | None = None) -> ShardGrad:
@@ -137,9 +156,7 @@ class ShardGrad(Tensor):
                     grad.zeroings += 1
             elif func == _DATA.__get__:
                 args[0].place.norms.forget()
-            if func is Tensor.as_subclass:
-                return result
-            return _of_the_same_place(result, args)
+            return result if func in _ORDINARY else _of_the_same_place(result, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copies to an ordinary tensor, which belongs to no parameter."""

@@ -6,17 +6,19 @@ Next: `engine/step/root.py` asks at every forward and backward, and drops what w
 
     .grad of the parameter       zero_grad() is noticed by
     none: an `Unreduced` marker  another object, or None
-    from an earlier reduction    another object, or None, or a `ShardGrad` that was zeroed
-    a tensor set by the user     another object, or None, or zeros written to it
+    any other gradient           another object, or None, or its own `zero_` (`ShardGrad.zeroings`)
 
-PyTorch has no hook for `zero_grad()`.
+PyTorch has no hook for `zero_grad()`.  The values of a gradient do not tell: that of a penalty may be zero.
+
+A penalty, `loss + w * sum(p.pow(2).sum() for p in model.parameters())`, reaches the optimizer's parameters
+themselves.  Autograd adds its gradient to `.grad`, in any microbatch, and the reduction adds to that
+(`MasterShard.add_grad`).  Two hooks on each parameter keep the marker out of autograd's way.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -26,7 +28,8 @@ from torch import Tensor, nn
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
 from flatfsdp.engine.storage.changes import Changes, fetched
-from flatfsdp.engine.storage.shard_grad import ShardGrad
+from flatfsdp.engine.storage.shard_grad import Place, ShardGrad
+from flatfsdp.torch_private import weakly
 
 _GRAD_FN: Any = Tensor.grad_fn
 
@@ -68,11 +71,15 @@ class Unreduced(Tensor):
             if parameter is not None and parameter.grad is marker:
                 parameter.grad = torch.zeros_like(parameter.detach())
             return marker
-        raise RuntimeError(
-            "`.grad` of a flat parameter was read (by an optimizer's step, say) while its gradients are "
-            "accumulated and not yet reduced; run the last backward of the step outside of no_sync(), or "
-            "with set_is_last_backward(True), before that; zero_grad() drops what is accumulated"
-        )
+        raise RuntimeError(f"`.grad` of a parameter was read (by an optimizer's step, say) while {UNREDUCED}")
+
+
+UNREDUCED = (
+    "gradients are accumulated and not yet reduced; before that, run the last backward of the step outside "
+    "of no_sync(), with set_is_last_backward(True), or inside the microbatches() loop; zero_grad() drops "
+    "what is accumulated"
+)
+"""End of a message about a use of gradients that came too early."""
 
 
 def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD) -> Tensor | None:
@@ -81,61 +88,72 @@ def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD
     return None if isinstance(grad, Unreduced) else grad
 
 
-class _Watched(NamedTuple):
-    """State of gradients when the watch began.
+class _Arriving(NamedTuple):
+    """What was in `.grad` when autograd began to add a gradient of its own.
 
     Attributes:
-        grads: gradient of each parameter.
-        writes: for each, the number of times it had been zeroed; for a user's tensor, its version; for a
-            marker, None.  Empty if all are markers.
-        are_markers: whether all are markers.
+        was_empty: whether there was no gradient, or a marker.
+        is_watched: whether it was the tensor that is watched.
     """
 
-    parameters: Sequence[nn.Parameter]
-    grads: Sequence[Tensor]
-    writes: Sequence[int | None]
-    are_markers: bool
+    was_empty: bool
+    is_watched: bool
 
 
 _GRAD_OF = attrgetter("grad")
-_NOTHING = _Watched((), (), (), True)
 
 
 class UnreducedMarks:
-    """Watches `.grad` of some parameters from the end of one backward to the next.
+    """Watches `.grad` of the parameters of one shard from the end of one backward to the next.
 
     Attributes:
-        changes: raised when a watch begins or ends.
+        changes: raised when a watch begins or ends, and counts what autograd brings.
+        places: places of the parameters in the model; empty before it is used.
+        is_on: whether the gradients are watched.
     """
 
     def __init__(self) -> None:
         self.changes = Changes()
-        self._watched = _NOTHING
-        self._marked: Sequence[nn.Parameter] = ()
+        self.places: Sequence[Place] = ()
+        self.is_on = False
+        self._parameters: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
+        self._watched: list[Tensor] = []
+        # Empty if only markers are watched.
+        self._zeroings: list[int] = []
+        self._arriving: dict[int, _Arriving] = {}
 
-    def start(self, parameters: Sequence[nn.Parameter]) -> None:
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Follows the gradients of these parameters from now on."""
+        self._parameters, self._markers = parameters, ()
+        for index, parameter in enumerate(parameters):
+            # PyTorch takes hooks for parameters that are trained, and keeps them while they are frozen.
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)
+            before = weakly(self, UnreducedMarks._before_autograd, index, weakref.ref(parameter))
+            parameter.register_hook(before)
+            parameter.register_post_accumulate_grad_hook(weakly(self, UnreducedMarks._after_autograd, index))
+            parameter.requires_grad_(trains)
+
+    def start(self) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
         self.changes.count += 1
-        markers = self._markers_of(parameters)
-        for parameter, marker in zip(parameters, markers, strict=True):
-            if parameter.grad is None:
+        if not self._markers:
+            self._markers = [Unreduced.of(parameter) for parameter in self._parameters]
+        for parameter, marker, place in zip(self._parameters, self._markers, self.places, strict=True):
+            grad = parameter.grad
+            if grad is None:
                 parameter.grad = marker
-        grads = list(map(_GRAD_OF, parameters))
-        are_markers = all(map(is_, grads, markers))
-        writes = () if are_markers else list(map(_writes, grads))
-        self._watched = _Watched(parameters, grads, writes, are_markers)
+            elif type(grad) not in (Unreduced, ShardGrad):
+                # The same memory, which counts from now on how often it is zeroed.
+                parameter.grad = ShardGrad.of(grad, place)
+        self.is_on = True
+        self._watched = list(map(_GRAD_OF, self._parameters))
+        self._count_zeroings()
 
-    def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
-        """Markers, one a parameter, kept for the next time."""
-        if len(self._marked) != len(parameters) or not all(map(is_, self._marked, parameters)):
-            self._marked, self._markers = parameters, [Unreduced.of(parameter) for parameter in parameters]
-        return self._markers
-
-    @property
-    def is_on(self) -> bool:
-        """Whether markers are watched for."""
-        return bool(self._watched.parameters)
+    def _count_zeroings(self) -> None:
+        are_markers = all(map(is_, self._watched, self._markers))
+        self._zeroings = [] if are_markers else list(map(_zeroings, self._watched))
 
     @property
     def were_zeroed(self) -> bool:
@@ -144,11 +162,11 @@ class UnreducedMarks:
         Raises:
             RuntimeError: if only some of them were.
         """
-        parameters, grads, writes, are_markers = self._watched
         # The common case, unchanged markers, without a loop in Python: this runs in every forward.
-        if are_markers and all(map(is_, map(_GRAD_OF, parameters), grads)):
+        if not self._zeroings and all(map(is_, map(_GRAD_OF, self._parameters), self._watched)):
             return False
-        zeroed = list(map(_was_zeroed, parameters, grads, writes or repeat(None)))
+        found = zip(self._parameters, self._watched, self._zeroings or [0] * len(self._watched), strict=True)
+        zeroed = [p.grad is not grad or _zeroings(grad) != before for p, grad, before in found]
         if not any(zeroed):
             return False
         if not all(zeroed):
@@ -160,12 +178,54 @@ class UnreducedMarks:
         return True
 
     def stop(self) -> None:
-        """Removes the markers."""
+        """Ends the watch, and removes the markers."""
         self.changes.count += 1
-        for parameter, grad in zip(self._watched.parameters, self._watched.grads, strict=True):
-            if parameter.grad is grad and isinstance(grad, Unreduced):
+        for parameter, marker in zip(self._parameters, self._markers, strict=False):
+            if parameter.grad is marker:
                 parameter.grad = None
-        self._watched = _NOTHING
+        self.is_on, self._watched, self._zeroings = False, [], []
+
+    def drop_autograds(self) -> None:
+        """Drops gradients that autograd has brought to the parameters itself since the last reduction."""
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ShardGrad) and parameter.grad.is_autograds:
+                parameter.grad = None
+
+    def _before_autograd(self, index: int, of: weakref.ref[nn.Parameter], _grad: Tensor) -> None:
+        """Autograd is about to add a gradient of its own to `.grad`."""
+        parameter = of()
+        assert parameter is not None
+        if index >= len(self._parameters) or self._parameters[index] is not parameter:
+            raise RuntimeError(
+                "a gradient came to a flat parameter that flatfsdp.param_groups has cut, so no optimizer has "
+                "it any more; compute the penalty from the parameters in the optimizer's param_groups"
+            )
+        if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            raise RuntimeError(
+                "a parameter with a post-accumulate-grad hook got a gradient of its own (from a penalty on "
+                "model.parameters(), say), and the hook would run before the gradient of the loss is there; "
+                "compute the penalty's gradient outside of autograd, in the hook, or take the hook away"
+            )
+        grad = parameter.grad
+        is_watched = self.is_on and grad is self._watched[index]
+        if isinstance(grad, Unreduced):
+            # Autograd would add to it in place.
+            grad = parameter.grad = None
+        self._arriving[index] = _Arriving(grad is None, is_watched)
+
+    def _after_autograd(self, index: int, parameter: nn.Parameter) -> None:
+        self.changes.count += 1
+        self.changes.from_autograd += 1
+        arriving, grad = self._arriving.pop(index), parameter.grad
+        assert grad is not None
+        if arriving.was_empty and self.places:
+            grad = ShardGrad.of(grad, self.places[index])
+            grad.is_autograds = True
+            parameter.grad = grad
+        if arriving.is_watched:
+            # Not another object by the user's hand.
+            self._watched[index] = grad
+            self._count_zeroings()
 
 
 class AllMarkers:
@@ -193,23 +253,12 @@ class AllMarkers:
         return self._are_all and all(map(is_, found, fetched(self._markers)))
 
     def _collect(self) -> None:
-        watched = [marks._watched for marks in self._marks]
-        self._parameters = [parameter for each in watched for parameter in each.parameters]
-        self._markers = [grad for each in watched for grad in each.grads]
-        self._are_all = all(each.are_markers for each in watched)
+        watching = [marks for marks in self._marks if marks.is_on]
+        self._parameters = [parameter for marks in watching for parameter in marks._parameters]
+        self._markers = [grad for marks in watching for grad in marks._watched]
+        self._are_all = not any(marks._zeroings for marks in watching)
         self._collected = self._changes.count
 
 
-def _writes(grad: Tensor) -> int | None:
-    if isinstance(grad, Unreduced):
-        return None
-    return grad.zeroings if isinstance(grad, ShardGrad) else grad._version
-
-
-def _was_zeroed(parameter: nn.Parameter, grad: Tensor, writes: int | None) -> bool:
-    if parameter.grad is not grad:
-        return True
-    if _writes(grad) == writes:
-        return False
-    # Clipping changes the version, too, so look at the values.
-    return isinstance(grad, ShardGrad) or not bool(grad.any())
+def _zeroings(grad: Tensor) -> int:
+    return grad.zeroings if isinstance(grad, ShardGrad) else 0
