@@ -16,22 +16,19 @@ from tests.support.both_forms import WAYS
 from tests.support.ranks import on_ranks
 from tests.support.twins import WIDTH, Microbatch, Twins, slot_net
 
-SETUPS = pytest.mark.parametrize(
-    ("kind", "update"),
-    [
-        ("torch SGD", "step"),
-        ("torch SGD nesterov", "torch clips"),
-        ("torch AdamW", "model clips"),
-        ("our SGD", "step"),
-        ("our SGD nesterov", "optimizer clips"),
-        ("our AdamW", "step"),
-        ("our AdamW", "optimizer clips"),
-    ],
-)
-OPTIONS: list[dict[str, Any]] = [
-    {"optimize_backward_concat": True},
-    {"optimize_backward_concat": False, "reshard_after_forward": False},
-    {"optimize_backward_concat": True, "reshard_after_forward": False, "grad_sync": "every"},
+ON: dict[str, Any] = {"optimize_backward_concat": True}
+OFF: dict[str, Any] = {"optimize_backward_concat": False, "reshard_after_forward": False}
+EVERY: dict[str, Any] = {**ON, "reshard_after_forward": False, "grad_sync": "every"}
+
+SETUPS: list[dict[str, Any]] = [
+    {"kind": "torch SGD", **ON},
+    {"kind": "torch SGD nesterov", "update": "torch clips", **EVERY},
+    {"kind": "torch AdamW", "update": "model clips", **OFF},
+    {"kind": "our SGD", **OFF},
+    {"kind": "our SGD nesterov", "update": "optimizer clips", **EVERY},
+    {"kind": "our AdamW", **EVERY},
+    {"kind": "our AdamW", "update": "optimizer clips", **ON},
+    {"kind": "our AdamW", "groups": True, **OFF},
 ]
 
 
@@ -70,36 +67,37 @@ PROGRAMS: dict[str, tuple[Sequence[int], list[list[Microbatch]]]] = {
 }
 
 
-@SETUPS
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("program", PROGRAMS)
+def train(twins: Twins, steps: Sequence[Sequence[Microbatch]]) -> None:
+    for number, step in enumerate(steps):
+        twins.step(step, by_no_sync=number % 2 == 1)
+        twins.zero_grad()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: " ".join(map(str, setup.values())))
 @on_ranks(2)
-def test_what_idles_stays_as_in_plain_pytorch(program: str, way: str, kind: str, update: Any) -> None:
-    slots, steps = PROGRAMS[program]
-    for options in OPTIONS:
-        twins = Twins(slot_net(slots), kind, way=way, update=update, **options)
-        for number, step in enumerate(steps):
-            twins.step(step, by_no_sync=number % 2 == 1)
-            twins.zero_grad()
+def test_what_idles_stays_as_in_plain_pytorch(setup: dict[str, Any]) -> None:
+    for slots, steps in PROGRAMS.values():
+        train(Twins(slot_net(slots), **setup), steps)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("setup", SETUPS[:-1], ids=lambda setup: " ".join(map(str, setup.values())))
+@on_ranks(2)
+def test_a_flat_parameter_idles_if_all_of_its_slots_do(setup: dict[str, Any]) -> None:
+    for slots, steps in (PROGRAMS["experts as units"], PROGRAMS["slots that idle"]):
+        train(Twins(slot_net(slots), way="wrapped", **setup), steps)
+
+
+@pytest.mark.parametrize("setup", SETUPS[-3:], ids=lambda setup: " ".join(map(str, setup.values())))
 @on_ranks(1)
-def test_what_idles_on_one_rank_with_groups_of_other_options(program: str) -> None:
-    """Neighbours that an optimizer updates together are parted by those that idle."""
-    slots, steps = PROGRAMS[program]
-    for options in OPTIONS:
-        for kind in ("our AdamW", "our SGD", "torch AdamW"):
-            twins = Twins(slot_net(slots), kind, groups=True, **options)
-            for step in steps:
-                twins.step(step)
-                twins.zero_grad()
+def test_what_idles_on_one_rank(setup: dict[str, Any]) -> None:
+    for slots, steps in PROGRAMS.values():
+        train(Twins(slot_net(slots), **setup), steps)
 
 
 @pytest.mark.parametrize("kind", ["torch AdamW", "our AdamW", "our SGD"])
 @on_ranks(1, 2)
 def test_what_was_never_used_has_no_state_and_does_not_decay(kind: str) -> None:
-    for options in OPTIONS:
+    for options in (ON, OFF, EVERY):
         twins = Twins(slot_net(), kind, **options)
         named = dict(twins.ours.named_parameters())
         idle = [name for name in named if name.startswith(("units.1.", "units.0.layers.1.", "heads.1."))]
@@ -115,16 +113,13 @@ def test_what_was_never_used_has_no_state_and_does_not_decay(kind: str) -> None:
 
 @on_ranks(1, 2)
 def test_gradients_of_an_earlier_step_stay_where_nothing_is_added() -> None:
-    for options in OPTIONS:
-        twins = Twins(slot_net((3, 1)), "torch SGD", **options)
+    for options in (ON, OFF, EVERY):
+        kept, zeroed = (Twins(slot_net((3, 1)), "torch AdamW", **options) for _ in range(2))
         for step in SLOTS:
-            twins.step(step)
-    for options in OPTIONS:
-        twins = Twins(slot_net((3, 1)), "torch AdamW", **options)
-        for step in SLOTS:
-            twins.step(step)
+            kept.step(step)
+            zeroed.step(step)
             # Zeros are gradients: they decay.
-            twins.zero_grad(set_to_none=False)
+            zeroed.zero_grad(set_to_none=False)
 
 
 class Inner(NamedTuple):
@@ -142,7 +137,7 @@ class Inner(NamedTuple):
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(1, 2)
 def test_a_unit_that_is_called_alone_trains_alone(way: str) -> None:
-    for options in OPTIONS:
+    for options in (ON, OFF, EVERY):
         twins = Twins(slot_net((1, 1)), "torch AdamW", way=way, **options)
         for step in ([using({0: (0,), 1: (0,)})], [Inner(1)], [Inner(0), Inner(0)]):
             twins.step(step)

@@ -1,0 +1,257 @@
+"""Steps that are not finished, and what is in `.grad`: a step raises, `zero_grad()` drops, a copy is plain.
+
+Gradients that are accumulated and not reduced are marked in `.grad`; a reduced one is a part of a gradient
+that answers for all ranks, and nothing that is computed from it takes that along.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import flatfsdp.optim
+from flatfsdp import FlatFSDP, by_class, microbatches, shard
+from tests.support.both_forms import WAYS, sharded
+from tests.support.models import Block, Net, data
+from tests.support.ranks import on_ranks
+
+WAY = pytest.mark.parametrize("way", WAYS)
+FORMS = pytest.mark.parametrize(
+    ("way", "flag"),
+    [("in place", True), ("in place", False), ("wrapped", True), ("wrapped", False)],
+    ids=["in place, on", "in place, off", "wrapped, on", "wrapped, off"],
+)
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    lambda parameters: flatfsdp.optim.AdamW(parameters, lr=0.1),
+    lambda parameters: flatfsdp.optim.SGD(parameters, lr=0.1, max_grad_norm=1.0),
+]
+
+
+def build(way: str, flag: bool = True) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, Net(blocks=1), by_class(Block), optimize_backward_concat=flag)
+
+
+# ---- a step that is left -----------------------------------------------------------------------------------
+
+
+def under_no_sync(model: Any, batches: list[Tensor]) -> None:
+    with model.no_sync():
+        model(batches[0]).backward()
+
+
+def by_break(model: Any, batches: list[Tensor]) -> None:
+    for number, tokens in enumerate(microbatches(model, batches)):
+        if number == 1:
+            break
+        model(tokens).backward()
+
+
+def by_continue(model: Any, batches: list[Tensor]) -> None:
+    for number, tokens in enumerate(microbatches(model, batches)):
+        if number == len(batches) - 1:
+            continue
+        model(tokens).backward()
+
+
+def by_islice(model: Any, batches: list[Tensor]) -> None:
+    for tokens in itertools.islice(microbatches(model, batches), 2):
+        model(tokens).backward()
+
+
+LEAVE = pytest.mark.parametrize(
+    "leave", [under_no_sync, by_break, by_continue, by_islice], ids=lambda leave: leave.__name__
+)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tensor)
+
+
+def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> dict[str, Tensor]:
+    for tokens in microbatches(model, batches):
+        model(tokens).backward()
+    optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@FORMS
+@LEAVE
+@on_ranks(1, 2)
+def test_a_step_that_was_left_raises_in_the_optimizer(
+    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str, flag: bool
+) -> None:
+    """And moves nothing; `zero_grad()` drops what was accumulated, and the next step is a clean one."""
+    left, good = data(rank, 2, 3)
+    for number, make in enumerate(OPTIMIZERS):
+        model, fresh = build(way, flag), build(way, flag)
+        optimizer = make(model.parameters())
+        before = [p.detach().clone() for p in model.parameters()]
+        leave(model, left)
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        found, expected = (
+            steps_taken(model, optimizer, good),
+            steps_taken(fresh, make(fresh.parameters()), good),
+        )
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+@WAY
+@LEAVE
+@on_ranks(1, 2)
+def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
+    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str
+) -> None:
+    (left,) = data(rank, 1, 3)
+    model = build(way)
+    leave(model, left)
+    for clip in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model.clip_grad_norm_(1.0)):
+        with suppress(RuntimeError):
+            assert not clip().isfinite()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError):
+        scaler.step(optimizer)
+
+
+@WAY
+@LEAVE
+@on_ranks(2)
+def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
+    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str
+) -> None:
+    """`zero_grad()` of the model, as of the optimizer, where a reduced gradient was there before."""
+    first, left, good = data(rank, 3, 3)
+    for of_model, to_none in ((True, False), (False, True), (False, False)):
+        model, fresh = build(way), build(way)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
+        for each, optimizer in zip((model, fresh), optimizers, strict=True):
+            steps_taken(each, optimizer, first)
+        leave(model, left)
+        (model if of_model else optimizers[0]).zero_grad(set_to_none=to_none)
+        optimizers[1].zero_grad()
+        found, expected = steps_taken(model, optimizers[0], good), steps_taken(fresh, optimizers[1], good)
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+# ---- what is computed from a gradient ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["one parameter", "two parameters"])
+@pytest.mark.parametrize("form", [shard, FlatFSDP])
+@on_ranks(1)
+def test_a_compiled_step_is_the_eager_one(form: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4, bias=bias)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4, bias=bias)
+    model = form(net)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
+    compiled = torch.compile(ours.step, backend="eager")
+    try:
+        for _ in range(3):
+            for each in (model, plain):
+                each(torch.ones(2, 4)).square().sum().backward()
+            compiled()
+            theirs.step()
+            ours.zero_grad()
+            theirs.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
+@WAY
+@on_ranks(1, 2)
+def test_a_function_that_is_compiled_may_be_given_a_gradient(rank: int, way: str) -> None:
+    model = build(way)
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    doubled = torch.compile(lambda grad: grad * 2, backend="eager")
+    try:
+        for parameter in model.parameters():
+            assert torch.equal(plain(doubled(parameter.grad)), plain(parameter.grad) * 2)
+    finally:
+        torch._dynamo.reset()
+
+
+@WAY
+@on_ranks(1, 2)
+def test_what_is_made_of_a_gradient_is_a_plain_tensor(rank: int, way: str) -> None:
+    model = build(way)
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    for parameter in model.parameters():
+        grad = parameter.grad
+        made = (
+            grad.clone(),
+            torch.clone(grad).detach(),
+            torch.empty_like(grad),
+            torch.zeros_like(grad),
+            grad._base,
+        )
+        assert all(type(each) is Tensor for each in made if each is not None)
+    if rank == 0:
+        # A logger on one rank waits for nobody.
+        assert next(model.parameters()).grad.clone().norm() > 0
+
+
+@WAY
+@on_ranks(1, 2)
+def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int, way: str) -> None:
+    for options in ({"foreach": False}, {"foreach": True}, {"nesterov": True, "weight_decay": 0.1}):
+        model = build(way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+        for batches in data(rank, 2, 1):
+            model(batches[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+        assert {type(buffer) for buffer in buffers} == {Tensor}
+
+
+@WAY
+@on_ranks(2)
+def test_norms_and_scalers_answer_for_all_ranks(rank: int, world_size: int, way: str) -> None:
+    """Of a gradient that was clipped, scaled or added to in place as well."""
+    torch.manual_seed(0)
+    net = Net(blocks=1)
+    for other in range(world_size):
+        ((tokens,),) = data(other, 1, 1)
+        (net(tokens) / world_size).backward()
+    model = build(way)
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    for _ in range(2):
+        for each in (model, net):
+            for parameter in each.parameters():
+                parameter.grad.mul_(2.0)
+        found, expected = (clip_grad_norm_(each.parameters(), 0.5) for each in (model, net))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    parameters = list(model.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    # Only one rank's part is not finite, and all leave the step out.
+    optimizer, scaler = torch.optim.SGD(parameters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if rank == 1:
+        plain(parameters[-1].grad).fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
