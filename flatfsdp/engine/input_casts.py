@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from flatfsdp.engine.step.unit import Unit
@@ -37,10 +37,12 @@ def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHa
 
 def _cast_arguments(
     dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if kwargs:
-        kwargs = {name: cast_fp32(each, dtype) for name, each in kwargs.items()}
-    return cast_fp32(args, dtype), kwargs
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # Mostly there is nothing to cast, and the host is in front of every module here.
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, tuple) or (isinstance(each, Tensor) and each.dtype is torch.float32):
+            return cast_fp32(args, dtype), {name: cast_fp32(one, dtype) for name, one in kwargs.items()}
+    return None
 
 
 def is_cast(hook: Any) -> bool:
