@@ -45,6 +45,7 @@ def build_unit(
     in_place: bool,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    cast_inputs: bool = True,
     shard: bool = True,
     reshard_after_forward: bool = True,
     optimize_backward_concat: bool = False,
@@ -68,6 +69,7 @@ def build_unit(
     """
     policy = Policy(
         Precision() if precision is None else precision,
+        cast_inputs,
         reshard_after_forward,
         optimize_backward_concat,
         grad_sync,

@@ -19,10 +19,9 @@ from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
-from flatfsdp.flat.nested import cast_floats
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
-from flatfsdp.torch_private import in_backward, never_traced
+from flatfsdp.torch_private import in_backward
 
 M = TypeVar("M", bound="UnitMethods")
 
@@ -46,11 +45,6 @@ class UnitMethods(UnitModule):
     """The methods of a sharded module."""
 
     # ---- training ---------------------------------------------------------------------------------------
-
-    @never_traced
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Casts floating-point inputs of the root's forward to the compute dtype."""
-        return cast_floats((args, kwargs), self.fsdp_state.policy.precision.compute)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backwards accumulate gradients and publish none.

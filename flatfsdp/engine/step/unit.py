@@ -45,7 +45,7 @@ from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
-from flatfsdp.flat.nested import map_tensors, tensors_in
+from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
@@ -110,6 +110,7 @@ class Unit:
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
         root: state shared by the model's units; set when the root module is first used.
+        casts_to: dtype to which FP32 arguments are cast; None casts nothing.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         reshards_after_forward: whether parameters are freed between forward and backward.
@@ -124,6 +125,7 @@ class Unit:
         self.root: SharedByUnits
         self.reshards_after_forward = reshard_after_forward
         self._contains_units = contains_units
+        self.casts_to: torch.dtype | None = None
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck()
@@ -189,8 +191,10 @@ class Unit:
     # ---- forward ----------------------------------------------------------------------------------------
 
     @never_traced
-    def before_forward(self, arguments: object) -> Begun:
-        """Gathers the parameters, for a call with these arguments."""
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
+        """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
@@ -209,7 +213,13 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        return Begun(position, _versions_of(tensors_in(arguments)), next_operation())
+        tensors = tensors_in((args, kwargs))
+        if self.casts_to is not None and any(t.dtype is torch.float32 for t in tensors):
+            args = cast_fp32(args, self.casts_to)
+            kwargs = {name: cast_fp32(each, self.casts_to) for name, each in kwargs.items()}
+            # The unit's backward ends with the gradients of the casts.
+            tensors = tensors_in((args, kwargs))
+        return Begun(position, _versions_of(tensors), next_operation()), args, kwargs
 
     @never_traced
     def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
@@ -217,7 +227,7 @@ class Unit:
 
         Args:
             begun: what `before_forward` returned.
-            arguments: the same as there; not kept in between, as a forward may replace what is in them.
+            arguments: those that it returned; not kept in between, as a forward may replace what is in them.
             outputs: result of the forward.
 
         Raises:
