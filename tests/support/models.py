@@ -136,6 +136,9 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     for prefix, group in named_groups(model):
         if not group.trains:
             continue
+        if not group.master.grads:
+            # Nobody has used the unit.
+            continue
         full = group.master.gather(torch.cat(list(group.master.grads)).to(group.master.device))
         assert full is not None
         for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
