@@ -134,10 +134,8 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     be.  Collective."""
     found = {}
     for prefix, group in named_groups(model):
-        if not group.trains:
-            continue
-        if not group.master.grads:
-            # Nobody has used the unit.
+        # Without gradients, nobody has used the unit.
+        if not group.trains or not group.master.grads:
             continue
         full = group.master.gather(torch.cat(list(group.master.grads)).to(group.master.device))
         assert full is not None
