@@ -22,6 +22,7 @@ from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.engine.storage.group import settle
 from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
 from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.optim.joined import STEP
 
 
 def full_optimizer_state_dict(
@@ -98,7 +99,7 @@ def load_full_optimizer_state_dict(
         prefix + slot.name: slot.whole_shape for prefix, master in masters for slot in master.layout.slots
     }
     problem = _misfit(state_dict, shapes) if state_dict or not from_rank0 else None
-    states = _described(state_dict.get("state", {}))
+    states = described_whole(state_dict.get("state", {}), shapes)
     groups = state_dict.get("param_groups", [])
     if from_rank0:
         first = masters[0][1]
@@ -120,20 +121,31 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict(loadable_state(masters, optimizer, states, groups, shard_of))
 
 
-def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:
-    """The state of each parameter, described from whole tensors; see `described`."""
-    # A scalar parameter has only scalar states; the other parameters tell which of these are elementwise.
-    elementwise = {
-        key
-        for of_name in state.values()
-        for key, value in of_name.items()
-        if isinstance(value, Tensor) and value.dim() > 0
-    }
+def described_whole(
+    state: dict[str, dict[str, Any]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, SlotState]:
+    """The state of each parameter, described from whole tensors; see `described`.
+
+    Args:
+        state: the states by parameter name.
+        shapes: shape of each parameter.
+    """
+    # A scalar parameter has only scalar states; the other parameters tell which of these are numbers.  If it
+    # alone has states, all but the count of steps are elementwise.
+    elementwise: set[str] = set()
+    numbers = {STEP}
+    for name, of_name in state.items():
+        for key, value in of_name.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                elementwise.add(key)
+            elif shapes.get(name):
+                numbers.add(key)
+    numbers -= elementwise
     return {
         name: SlotState(
             0,
-            {key: value.dtype for key, value in of_name.items() if key in elementwise},
-            {key: value for key, value in of_name.items() if key not in elementwise},
+            {key: v.dtype for key, v in of_name.items() if isinstance(v, Tensor) and key not in numbers},
+            {key: v for key, v in of_name.items() if not isinstance(v, Tensor) or key in numbers},
         )
         for name, of_name in state.items()
     }

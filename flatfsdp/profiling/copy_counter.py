@@ -94,7 +94,7 @@ class Collective:
 
     Attributes:
         name: "all_gather", "reduce_scatter", "all_reduce", or the operator's name; "identity" for integers,
-            with which FlatFSDP checks that ranks run the same collectives.
+            by which ranks tell each other what they run, and what they have used.
         op: the operator.
         payload: bytes of the full buffer: an all-gather's result, a reduce-scatter's input.
         wire: bytes that this rank sends in a bandwidth-optimal algorithm, and also receives: (N - 1) / N of
@@ -247,7 +247,8 @@ class CopyCounter(TorchDispatchMode):
         payload = sum(_nbytes(t) for t in _tensors([bound[payload_arg]]))
         if sum(t.numel() for t in _tensors(bound)) < self.min_numel:
             return
-        if all(t.dtype == torch.int64 for t in _tensors([bound[payload_arg]])):
+        dtypes = {t.dtype for t in _tensors([bound[payload_arg]])}
+        if dtypes == {torch.int64} or (label == "all_reduce" and dtypes == {torch.uint8}):
             label = "identity"
         group = next(dist.ProcessGroup.unbox(a) for a in bound if isinstance(a, torch.ScriptObject))
         size = group.size()

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
+from flatfsdp.checkpoint.full_optimizer import described_whole
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import UnitModule, named_groups, units_in
 from flatfsdp.flat.layout import ParamSlot
+from flatfsdp.optim.joined import STEP
 
 
 def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -36,15 +38,22 @@ def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | Non
     by_name = full_optimizer_state_dict(model, optimizer, rank0_only=True, cpu_offload=True)
     if model.fsdp_state.grid.shard.rank != 0:
         return None
+    groups = named_groups(model)
+    described = described_whole(
+        by_name["state"],
+        {prefix + slot.name: slot.shape for prefix, group in groups for slot in group.layout.slots},
+    )
     state: dict[int, dict[str, Any]] = {}
     param_id_map: dict[int, int | None] = {}
-    for local_id, (prefix, group) in enumerate(named_groups(model)):
-        found = [by_name["state"].get(prefix + slot.name) for slot in group.layout.slots]
-        for of_slot in found:
+    for local_id, (prefix, group) in enumerate(groups):
+        names = [prefix + slot.name for slot in group.layout.slots]
+        has_state = any(name in described for name in names)
+        for name in names:
             number = len(param_id_map)
-            param_id_map[number] = local_id if any(found) else None
-            if of_slot:
-                state[number] = {key: _outgoing(key, value) for key, value in of_slot.items()}
+            param_id_map[number] = local_id if has_state else None
+            if name in described:
+                numbers = {key: _outgoing(key, value) for key, value in described[name].values.items()}
+                state[number] = {**by_name["state"][name], **numbers}
     options = {key: value for key, value in by_name["param_groups"][0].items() if key != "params"}
     extra = {key: value for key, value in optimizer.state_dict().items() if key not in by_name}
     return {
@@ -57,10 +66,10 @@ def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | Non
 
 
 def _outgoing(key: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.dim() > 0:
+    if not isinstance(value, Tensor):
         return value
     # The same on all ranks.
-    return value.item() if key == "step" else [value]
+    return value.item() if key == STEP else [value]
 
 
 def is_uncollected(unit: UnitModule, model: UnitModule) -> bool:
@@ -134,7 +143,8 @@ def _flat_state(
         for key, value in state.get(number, {}).items():
             if key in flat:
                 continue
-            if isinstance(value, Tensor) and value.dim() > 0:
+            # Fairscale puts single numbers in lists, so a 0-dim tensor is the state of a scalar parameter.
+            if isinstance(value, Tensor) and key != STEP:
                 wholes = {slot: state.get(number, {}).get(key) for number, slot in slots}
                 flat[key] = master.cut(wholes.get, value.dtype)
             elif isinstance(value, list):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
-from flatfsdp.engine.param_groups import uncut_shapes
+from flatfsdp.engine.param_groups import PortionTarget, uncut_shapes
 
 _NOT_ELEMENTWISE = frozenset(
     {
@@ -41,8 +41,12 @@ _NOT_ELEMENTWISE = frozenset(
 """Optimizers whose update of an element depends on other elements: class names, lower case, without "_"."""
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
+def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    """Checks an optimizer; runs before every step of every optimizer, so it reads two attributes a parameter.
+
+    Args:
+        optimizer: an optimizer that is about to step.
+        has_closure: whether the step begins with a closure, in which the last backward may run.
 
     Raises:
         ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it needs
@@ -62,7 +66,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     shard = FLAT_SHARD.name
     targets = [target for p in parameters if (target := p.__dict__.get(shard)) is not None]
-    for group in dict.fromkeys(target.group for target in targets):
+    of_engine = (target.group for target in targets if isinstance(target, PortionTarget))
+    for group in () if has_closure else dict.fromkeys(of_engine):
         group.require_reduced()
     if targets and not _is_elementwise(type(optimizer)):
         raise ValueError(

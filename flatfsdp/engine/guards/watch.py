@@ -47,5 +47,7 @@ def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> Non
 
 # Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.
 @never_traced
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    refuse_optimizer(optimizer)
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # The arguments of `step`: the optimizer itself, and a closure, if any.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    refuse_optimizer(optimizer, has_closure=closure is not None)

@@ -201,7 +201,7 @@ class Root:
     def _require_no_hooks(self) -> None:
         """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
-            # The first one is the engine's (`unreduced.py`).
+            # The first one is the engine's, see `UnreducedMarks.follow`.
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
                 if count > 1:

@@ -479,7 +479,7 @@ class FlatGroup:
     @property
     def flagged(self) -> Sequence[nn.Parameter]:
         """Parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
-        return self.binding.listed or (self.master.flat,)
+        return self.master.parameters if self.master.has_views else (self.master.flat,)
 
     @property
     def flags(self) -> list[bool]:

@@ -97,6 +97,7 @@ class MasterShard:
         portions: parts that the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a
             model that is sharded in place, one view for each slot.
         parameters: the parameters of the portions, in the same order.
+        has_views: whether each slot is a portion, even an empty one: the model is sharded in place.
         marks: watch over the `.grad` of the portions while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         identify: function that gives the identity a collective carries; None before the model is used.
@@ -169,11 +170,6 @@ class MasterShard:
     # ---- what the optimizer has -------------------------------------------------------------------------
 
     @property
-    def has_views(self) -> bool:
-        """Whether each slot is a portion, even an empty one: the model is sharded in place."""
-        return bool(self.portions) and WHOLE_SHAPE.is_on(self.portions[0].parameter)
-
-    @property
     def is_cut(self) -> bool:
         """Whether `param_groups` has cut portions, whose number may differ between ranks."""
         return not self.has_views and any(each.parameter is not self.flat for each in self.portions)
@@ -185,6 +181,7 @@ class MasterShard:
     def divide(self, portions: Sequence[Portion]) -> None:
         """Makes these portions what the optimizer has from now on."""
         self.portions = portions
+        self.has_views = bool(portions) and WHOLE_SHAPE.is_on(portions[0].parameter)
         self.parameters = [portion.parameter for portion in portions]
         others = [portion for portion in portions if portion.parameter is not self.flat]
         self._empty = [parameter for parameter, start, stop in others if start == stop]

@@ -127,6 +127,47 @@ def test_optimizer_state_moves_to_other_numbers_of_ranks(build: Build) -> None:
                 torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+class Scaled(nn.Module):
+    """A scalar parameter before others of its flat parameter, and a unit that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.weight = nn.Parameter(torch.ones(5, 3))
+        self.unused = flatfsdp.compat.fairscale.FSDP(nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight * self.scale).square().mean()
+
+
+@on_ranks(2)
+def test_moments_of_a_scalar_parameter_have_no_dimensions_and_unused_units_no_state() -> None:
+    def begin() -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = flatfsdp.compat.fairscale.FSDP(Scaled())
+        return model, adam(model.parameters())
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 5)).backward()
+        for parameter in model.module.unused.parameters():
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = begin()
+    step(model, optimizer)
+    of_first: list[Any] = [model.gather_full_optim_state_dict(optimizer, recipient_rank=0)]
+    dist.broadcast_object_list(of_first)
+    [full] = of_first
+    assert [full["state"][0][key].shape for key in ("exp_avg", "exp_avg_sq")] == [(), ()]
+    assert full["state"].keys() == {0, 1} and [*full["param_id_map"].values()] == [0, 0, None, None]
+    other, loaded = begin()
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(other.get_shard_from_optim_state_dict(full))
+    for each in ((model, optimizer), (other, loaded)):
+        step(*each)
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+
+
 @on_ranks(2)
 def test_optimizer_state_that_does_not_fit_is_refused(rank: int) -> None:
     api, cpu = names_of("flatfsdp"), torch.device("cpu")

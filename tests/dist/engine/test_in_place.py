@@ -139,10 +139,12 @@ def grads_as_plain(model: Any, net: nn.Module, compute: Callable[[Any], Tensor])
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    own = {name: whole(view.grad) for name, view in model.named_parameters()}
+    views = dict(model.named_parameters())
     for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(own[name], parameter.grad.flatten())
+        if parameter.grad is None:
+            assert views[name].grad is None, name
+        else:
+            torch.testing.assert_close(whole(views[name].grad), parameter.grad.flatten())
 
 
 def whole(part: Tensor | None) -> Tensor:
@@ -380,16 +382,6 @@ def test_what_is_listed_freezes_and_trains(rank: int, flag: bool) -> None:
     model.requires_grad_(True)
     trained(model, rank)
     assert not torch.equal(model.state_dict()["blocks.1.up.weight"], after["blocks.1.up.weight"])
-
-
-@on_ranks(2)
-def test_a_part_of_a_unit_is_not_frozen_alone() -> None:
-    model = in_place()
-    dict(model.named_parameters())["blocks.1.up.bias"].requires_grad_(False)
-    with pytest.raises(
-        RuntimeError, match=r"requires_grad of parameter blocks\.1\.up\.bias was set to False"
-    ):
-        model(TOKENS)
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------

@@ -274,16 +274,29 @@ def unsharded(plan: Plan) -> Members:
     shared = {id(p): p for p in model.parameters()}
     replicas = {rank: copy.deepcopy(model, dict(shared)) for rank in range(plan.ranks)}
 
+    units: dict[nn.Module, list[nn.Parameter]] = {}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            around = [model.get_submodule(path.rpartition(".")[0][:end]) for end in _ends(path)]
+            unit = next((module for module in reversed(around) if _is_unit(module)), model)
+            units.setdefault(unit, []).append(parameter)
+
     def settle() -> None:
-        """The mean over the ranks; zero, not None, where there is no gradient, as FlatFSDP has it."""
-        for parameter in parameters:
-            grad = parameter.grad
-            parameter.grad = torch.zeros_like(parameter) if grad is None else grad / plan.ranks
+        """The mean over the ranks; zero, not None, for a part of a flat parameter that alone was not used."""
+        for of_unit in units.values():
+            for parameter in of_unit if any(each.grad is not None for each in of_unit) else ():
+                grad = parameter.grad
+                parameter.grad = torch.zeros_like(parameter) if grad is None else grad / plan.ranks
 
     def clip(max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     return Members(replicas, parameters, settle, clip)
+
+
+def _ends(path: str) -> list[int]:
+    """Ends of the paths of all modules around a parameter, the outermost first."""
+    return [end for end, letter in enumerate(path) if letter == "."]
 
 
 def build(plan: Plan) -> Model:
