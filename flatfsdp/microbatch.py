@@ -31,6 +31,7 @@ class Microbatch:
         steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
             in, so gradients of an abandoned step are never added to.
+        awaits_gradients: whether no gradient has landed since the model's last training forward.
         is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
         is_left: whether a loop was left before the last backward of this step.  What it accumulated is
             dropped at the next forward; until then an optimizer's step raises, unless it was zeroed.
@@ -42,6 +43,7 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self.steps_reduced = 0
+        self.awaits_gradients = False
         self.is_recorded = self.is_left = False
         # Callbacks, each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}

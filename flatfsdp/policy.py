@@ -23,7 +23,7 @@ class Precision:
 
     Attributes:
         param: dtype of the master shard, which the optimizer updates.
-        compute: dtype of unsharded parameters, and of floating-point inputs of the root's forward.
+        compute: dtype of unsharded parameters, and of FP32 inputs where they meet these (`cast_inputs`).
         accumulate: dtype of the flat gradient buffer (`main_grad`) in which microbatches are added up.
         reduce: dtype of gradients in the reduce-scatter.
         grad: dtype of the reduced shard; None means `param`.  If the two are the same, the gradient is in the
@@ -92,6 +92,7 @@ class Policy:
     """All settings of one `FlatFSDP`, whose constructor documents them."""
 
     precision: Precision
+    cast_inputs: bool
     reshard_after_forward: bool
     optimize_backward_concat: bool
     grad_sync: GradSync

@@ -230,6 +230,10 @@ _CHECKPOINT_CODES = frozenset(
 )
 
 
+next_operation: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Number of the next differentiable operation in this thread, see `Node._sequence_nr`."""
+
+
 def receives_gradient(tensor: Tensor, node: Node | None = None) -> bool:
     """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only.
 
@@ -346,6 +350,37 @@ def uses_of_memory(tensor: Tensor) -> int:
     """Number of tensors in the memory of `tensor`, plus a constant."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+FREED = 2**30
+"""What `mark_freed` adds to a version, so that an error of autograd shows it."""
+
+
+def mark_freed(tensors: tuple[Tensor, ...]) -> None:
+    """Makes a backward raise that reads these tensors, or views of them, from a graph that has saved them.
+
+    Autograd saves the version of a tensor, and compares it.  `unmark_freed` restores the versions.
+    """
+    _add_to_versions(tensors, FREED)
+
+
+def unmark_freed(tensors: tuple[Tensor, ...]) -> None:
+    """Undoes `mark_freed`; writes that were counted in between stay counted."""
+    _add_to_versions(tensors, -FREED)
+
+
+def _add_to_versions(tensors: tuple[Tensor, ...], step: int) -> None:
+    versions = tuple([tensor._version + step for tensor in tensors])
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def copied_on_write(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` that shares its memory until something writes to either of them, or to a view."""
+    return torch._lazy_clone(tensor)
+
+
+is_copied_on_write: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+"""Whether nothing has written to the memory of a tensor that is `copied_on_write`; does not wait."""
 
 
 def is_profiling() -> bool:

@@ -45,6 +45,7 @@ def build_unit(
     in_place: bool,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    cast_inputs: bool = True,
     shard: bool = True,
     reshard_after_forward: bool = True,
     optimize_backward_concat: bool = False,
@@ -68,6 +69,7 @@ def build_unit(
     """
     policy = Policy(
         Precision() if precision is None else precision,
+        cast_inputs,
         reshard_after_forward,
         optimize_backward_concat,
         grad_sync,
@@ -92,7 +94,8 @@ def build_unit(
         parameters = parameters_to_take(module)
         taken += parameters.items()
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
-    unit = Unit(reshard_after_forward, contains_units=contains_units)
+    modules = [each for _, each in own_modules(module)]
+    unit = Unit(modules, reshard_after_forward, contains_units=contains_units)
     state = UnitState(policy, grid, place, unit, Microbatch(), ByteLedger())
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None

@@ -36,7 +36,6 @@ def call_unit(
     if root is None:
         return _around(unit.fsdp_state, compute, args, kwargs)
     try:
-        args, kwargs = unit._cast_inputs(args, kwargs)
         outputs = _around(unit.fsdp_state, compute, args, kwargs)
     except BaseException:
         root.fail_forward()
@@ -70,7 +69,7 @@ def _around(
     state: UnitState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     unit = state.unit
-    begun = unit.before_forward((args, kwargs))
+    begun, args, kwargs = unit.before_forward(args, kwargs)
     state.uses += 1
     try:
         outputs = compute(*args, **kwargs)

@@ -21,6 +21,7 @@ from flatfsdp.comm.checking.identity import RANK_TIMEOUT
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.input_casts import is_cast
 from flatfsdp.engine.methods import UnitMethods, whole_units
 from flatfsdp.engine.units import root_of
 from flatfsdp.flat.binding import Binding
@@ -52,6 +53,10 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
             the meta device, whose parameters are made and initialised unit by unit.
         precision: dtypes of parameters, compute, accumulation, reduction and buffers; default: FP32.
+        cast_inputs: cast FP32 tensors to `precision.compute` where parameters meet them: the arguments of a
+            unit inside another, and those of the outermost one's modules that own parameters.  Labels that
+            only the outermost forward reads, other dtypes, and tensors in lists, dicts and objects stay what
+            they are.  False casts nothing of this unit's.
         shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
         reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
             False keeps them until the last microbatch's backward (ZeRO-2).
@@ -97,6 +102,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         *,
         device: torch.device | str | None = None,
         precision: Precision | None = None,
+        cast_inputs: bool = True,
         shard: bool = True,
         reshard_after_forward: bool = True,
         optimize_backward_concat: bool = False,
@@ -119,6 +125,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             in_place=False,
             device=device,
             precision=precision,
+            cast_inputs=cast_inputs,
             shard=shard,
             reshard_after_forward=reshard_after_forward,
             optimize_backward_concat=optimize_backward_concat,
@@ -255,5 +262,5 @@ def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Whether `hook` is the one that `FlatFSDP` registers on the module it wraps."""
-    return getattr(hook, "__func__", None) is FlatFSDP._check_gathered
+    """Whether `hook` is the one that `FlatFSDP` registers on the module it wraps, or casts inputs."""
+    return getattr(hook, "__func__", None) is FlatFSDP._check_gathered or is_cast(hook)

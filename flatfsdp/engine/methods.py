@@ -19,10 +19,9 @@ from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
-from flatfsdp.flat.nested import cast_floats
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
-from flatfsdp.torch_private import in_backward, never_traced
+from flatfsdp.torch_private import in_backward
 
 M = TypeVar("M", bound="UnitMethods")
 
@@ -46,11 +45,6 @@ class UnitMethods(UnitModule):
     """The methods of a sharded module."""
 
     # ---- training ---------------------------------------------------------------------------------------
-
-    @never_traced
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Casts floating-point inputs of the root's forward to the compute dtype."""
-        return cast_floats((args, kwargs), self.fsdp_state.policy.precision.compute)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backwards accumulate gradients and publish none.
@@ -109,6 +103,7 @@ class UnitMethods(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
+        root_of(self).require_no_writes()
         return clip_grad_norm(
             gradients_of(self),
             self.fsdp_state.device,
@@ -274,6 +269,8 @@ class UnitMethods(UnitModule):
 def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
     """Context in which these units have ordinary parameters; units that have them already are left alone."""
     fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
+    for unit in fresh:
+        unit.fsdp_state.unit.writes.require_none()
     groups = [group for unit in fresh for group in unit.fsdp_state.unit.groups]
     with whole_parameters(groups, gathering, writeback=writeback):
         flats = {unit: _flat_parameters(unit) for unit in fresh}

@@ -209,6 +209,11 @@ class PortionTarget:
         return self.group.moved
 
     @property
+    def awaits_gradients(self) -> bool:
+        """Whether no gradient has landed since the model's last training forward."""
+        return self.group.microbatch.awaits_gradients
+
+    @property
     def rounding(self) -> torch.dtype:
         """The dtype of `compute`, to which values are rounded before an amax is taken."""
         return self.group.policy.precision.compute

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.guards.other_engines import Guarded
+from flatfsdp.engine.input_casts import cast_in_front_of_modules
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
@@ -43,6 +45,7 @@ class UnitState:
         uses: number of running calls of the module, or of parts of it.
         is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
         writes_back: whether these are written back at the end.
+        casts: hooks that cast inputs of modules, while it is the outermost unit.
     """
 
     policy: Policy
@@ -56,6 +59,7 @@ class UnitState:
     uses: int = 0
     is_whole: bool = False
     writes_back: bool = False
+    casts: list[RemovableHandle] = field(default_factory=list)
 
 
 class UnitModule(Guarded):
@@ -77,6 +81,15 @@ class UnitModule(Guarded):
         state, shared = self.fsdp_state, outermost.fsdp_state
         state.root = state.unit.root = root
         state.microbatch, state.ledger = shared.microbatch, shared.ledger
+        for cast in state.casts:  # a layer that was a model of its own before
+            cast.remove()
+        state.casts, state.unit.casts_to = [], None
+        compute = state.policy.precision.compute
+        if state.policy.cast_inputs and compute is not torch.float32:
+            if self is outermost:
+                state.casts = cast_in_front_of_modules(state.unit, compute)
+            else:
+                state.unit.casts_to = compute
 
 
 def root_of(wrapped: UnitModule) -> Root:

@@ -39,9 +39,20 @@ def _collect(value: Any, found: list[Tensor]) -> None:
             _collect(getattr(value, field.name), found)
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Returns the same structure with floating-point tensors in `dtype`; differentiable."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+def cast_fp32(value: Any, dtype: torch.dtype) -> Any:
+    """Casts an FP32 tensor, or those in a tuple, to `dtype`; differentiable.
+
+    Other dtypes are somebody's choice.  So is what is in lists, dicts and objects: a forward may write to
+    these (losses that layers append to a list, the state in a cache), and would write to a copy.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is torch.float32 else value
+    if not isinstance(value, tuple):
+        return value
+    cast = [cast_fp32(each, dtype) for each in value]
+    if _same(cast, value):
+        return value
+    return value._make(cast) if hasattr(value, "_make") else type(value)(cast)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -13,6 +13,7 @@ from flatfsdp.policy import Policy, Precision, Prefetch
 def make_policy(**changes: Any) -> Policy:
     choices: dict[str, Any] = {
         "precision": Precision(),
+        "cast_inputs": True,
         "reshard_after_forward": True,
         "optimize_backward_concat": False,
         "grad_sync": "last",

@@ -140,6 +140,7 @@ class FullyShardedDataParallel(FlatFSDP):
             process_group,
             device=options.choose_device(compute_device, parameters, process_group),
             precision=precision,
+            cast_inputs=False,
             shard=shard,
             reshard_after_forward=reshard_after_forward,
             optimize_backward_concat=optimize_backward_concat,
@@ -263,6 +264,7 @@ class FullyShardedDataParallel(FlatFSDP):
         """Runs the module, with the input casts and cache clearing that were requested."""
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _cast((args, kwargs), torch.float16, torch.float32)
+        args, kwargs = self._cast_inputs(args, kwargs)
         outputs = super().forward(*args, **kwargs)
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
@@ -270,8 +272,9 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = (args, kwargs)
-        return _cast(inputs, torch.float32, self.compute_dtype) if self._casts_input else inputs
+        """Casts FP32 inputs of the root, labels too, as fairscale does."""
+        is_cast = self._casts_input and root_of(self).unit is self.fsdp_state.unit
+        return _cast((args, kwargs), torch.float32, self.compute_dtype) if is_cast else (args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

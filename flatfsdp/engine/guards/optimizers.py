@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.engine.param_groups import PortionTarget, uncut_shapes
 
 _NOT_ELEMENTWISE = frozenset(
@@ -76,6 +77,28 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> 
             "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
         )
     _refuse_decay_by_dim(optimizer)
+
+
+def refuse_step_without_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that a backward has come before the step, which would change nothing without a word.
+
+    Runs before every step of every optimizer, and usually looks at its first parameter only.
+
+    Raises:
+        RuntimeError: if nothing in the optimizer has a gradient, and no backward has brought one to a model
+            whose shards it has since that model's last training forward.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters):
+        return
+    targets = map(FLAT_SHARD.of, parameters)
+    if any(isinstance(target, PortionTarget) and target.awaits_gradients for target in targets):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
+            "brought one to the model since its last training forward. backward(inputs=...) with what "
+            "parameters() lists computes nothing, as the graph leads to gathered parameters: leave inputs "
+            "out. A batch that is meant to have no backward needs no step() either"
+        )
 
 
 def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:

@@ -20,6 +20,7 @@ class ShardOptions(TypedDict, total=False):
     mesh: DeviceMesh | None
     device: torch.device | str | None
     precision: Precision | None
+    cast_inputs: bool
     shard: bool
     reshard_after_forward: bool
     grad_sync: GradSync

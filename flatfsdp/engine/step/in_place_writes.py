@@ -22,7 +22,7 @@ from flatfsdp.engine.storage.group import FlatGroup
 class WriteCheck:
     """Compares the versions of a unit's parameters before and after its forward, and until the next one.
 
-    A write through `.data` is not counted.
+    A write through `.data` is not counted: of one to a placeholder its memory tells, of others nothing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,8 @@ class WriteCheck:
             raise RuntimeError(
                 f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
                 "is lost: the attribute is what a forward reads, and shows NaN at other times; write inside "
-                "summon_full_params(), or initialise before the model is sharded"
+                "summon_full_params(), or initialise before the model is sharded (on the meta device, shard "
+                "calls reset_parameters)"
             )
 
     def end(self) -> None:
@@ -63,9 +64,15 @@ class WriteCheck:
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:
         """Yields groups that were written to, with the parameters' names; the next call starts afresh."""
+        # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
+        taken_back = [group.params.take_back() for group in self._groups]
         known, self._known = self._known, [group.params.versions for group in self._groups]
-        for group, before, after in zip(self._groups, known, self._known, strict=True):
-            if before != after:
-                slots = zip(group.layout.slots, before, after, strict=True)
-                names = [group.prefix + slot.name for slot, was, now in slots if was != now]
+        for group, uncounted, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
+            if before != after or uncounted:
+                slots = enumerate(zip(group.layout.slots, before, after, strict=True))
+                names = [
+                    group.prefix + slot.name
+                    for index, (slot, was, now) in slots
+                    if was != now or index in uncounted
+                ]
                 yield group, " or ".join(names)

@@ -25,7 +25,7 @@ from flatfsdp.engine.step.gather_and_free import reshard_unused
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reducer, Used
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
-from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.step.unit import Call, Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.group import FlatGroup, Passage
@@ -64,6 +64,7 @@ class Root:
         groups: flat groups of all units, in that order.
         scales: scales of FP8 layers at the beginning of the step.
         changes: count of changes to the groups.
+        calls: calls of units that have ended in the running forward, inner ones before outer ones.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
         pools: memory pools of recorded microbatches, as long as there are any.
@@ -97,6 +98,7 @@ class Root:
         self._reduce_every = reduce_every
         self._device = device
         self.in_forward = False
+        self.calls: list[Call] = []
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
@@ -176,6 +178,10 @@ class Root:
         self._look_at_ranks()
         self._require_own_memory()
         self._require_no_hooks()
+        self.require_no_writes()
+
+    def require_no_writes(self) -> None:
+        """Checks that nobody has written to what modules show in place of their sharded parameters."""
         for unit in self.units:
             unit.writes.require_none()
 
@@ -220,6 +226,8 @@ class Root:
     def end_forward(self, *, backward_follows: bool) -> None:
         """Frees what was gathered ahead and not used; without a backward, frees everything."""
         self.in_forward = False
+        self.calls.clear()
+        self.microbatch.awaits_gradients |= backward_follows and bool(self.order.current.trained)
         self.scales.end_forward()
         for unit in self.units[1:]:
             reshard_unused(unit.groups)
@@ -236,6 +244,7 @@ class Root:
     def fail_forward(self) -> None:
         """Cleans up after the outermost forward raised; without a backward, gradients are untouched."""
         self.in_forward = False
+        self.calls.clear()
         self.scales.end_forward()
         self.order.forget()
         if torch.is_grad_enabled():
@@ -276,6 +285,7 @@ class Root:
         fresh = [unit for unit in self.units if not unit.is_kept]
         look(self._model)
         self._require_own_memory()
+        self.require_no_writes()
         self._expire()
         self._follow_user()
         self._refresh_scales()
@@ -399,6 +409,7 @@ class Root:
     def abandon_recording(self) -> None:
         """Cleans up after a failed recording, none of which will run."""
         self.in_forward = False
+        self.calls.clear()
         self.scales.end_forward()
         self.order.forget()
         # The recorded reductions never run, so nothing may wait for them.
@@ -411,6 +422,7 @@ class Root:
         """Restores a state in which the next step is clean, after an exception."""
         logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
         self.backward.close()
+        self.microbatch.awaits_gradients = False
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()

@@ -26,12 +26,12 @@ around them for their gradients, so those parameters stay until the backward is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.streams import SideStream
@@ -39,14 +39,15 @@ from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.derived import DerivedWeights
 from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
 from flatfsdp.engine.step.in_place_writes import WriteCheck
+from flatfsdp.engine.step.left_behind import LeftBehind
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
 from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
-from flatfsdp.flat.nested import map_tensors, tensors_in
+from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.torch_private import in_backward, never_traced, running_backward
+from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
 
 class SharedByUnits(Protocol):
@@ -58,6 +59,7 @@ class SharedByUnits(Protocol):
     reducer: Reducer
     gather_stream: SideStream
     forward_action: Action
+    calls: list[Call]
 
     @property
     def unit(self) -> Unit:
@@ -77,18 +79,38 @@ class Begun(NamedTuple):
     Attributes:
         position: the unit's position in this forward; -1 in a recomputation.
         versions: the version of each input that required a gradient, by its id; empty under no_grad.
+        operation: number of the first differentiable operation of the call.
     """
 
     position: int
     versions: dict[int, int]
+    operation: int
+
+
+class Call(NamedTuple):
+    """One call of a unit that has ended, in the running forward.
+
+    Attributes:
+        first: number of the first differentiable operation of the call.
+        end: number of the first one after it.
+        before_backward: gathers the unit, once a backward has come to a result of the call.
+    """
+
+    first: int
+    end: int
+    before_backward: Callable[[Tensor], None]
 
 
 class Unit:
     """Flat groups of one wrapped module, and their bookkeeping.
 
+    Args:
+        modules: the module and those in it, without those of inner units.
+
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
         root: state shared by the model's units; set when the root module is first used.
+        casts_to: dtype to which FP32 arguments are cast; None casts nothing.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         reshards_after_forward: whether parameters are freed between forward and backward.
@@ -96,15 +118,19 @@ class Unit:
         derived: what layers make of gathered parameters, and autograd saves.
     """
 
-    def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], reshard_after_forward: bool, *, contains_units: bool
+    ) -> None:
         self.groups: list[FlatGroup] = []
         self.root: SharedByUnits
         self.reshards_after_forward = reshard_after_forward
         self._contains_units = contains_units
+        self.casts_to: torch.dtype | None = None
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck()
         self.derived = DerivedWeights()
+        self._left_behind = LeftBehind(modules)
         # By running backward: one that reentrant checkpointing nests in another counts separately.
         self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
@@ -165,8 +191,10 @@ class Unit:
     # ---- forward ----------------------------------------------------------------------------------------
 
     @never_traced
-    def before_forward(self, arguments: object) -> Begun:
-        """Gathers the parameters, for a call with these arguments."""
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
+        """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
@@ -185,7 +213,13 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        return Begun(position, _versions_of(tensors_in(arguments)))
+        tensors = tensors_in((args, kwargs))
+        if self.casts_to is not None and any(t.dtype is torch.float32 for t in tensors):
+            args = cast_fp32(args, self.casts_to)
+            kwargs = {name: cast_fp32(each, self.casts_to) for name, each in kwargs.items()}
+            # The unit's backward ends with the gradients of the casts.
+            tensors = tensors_in((args, kwargs))
+        return Begun(position, _versions_of(tensors), next_operation()), args, kwargs
 
     @never_traced
     def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
@@ -193,14 +227,14 @@ class Unit:
 
         Args:
             begun: what `before_forward` returned.
-            arguments: the same as there; not kept in between, as a forward may replace what is in them.
+            arguments: those that it returned; not kept in between, as a forward may replace what is in them.
             outputs: result of the forward.
 
         Raises:
             RuntimeError: if the forward has written to a parameter, or returned one.
         """
         self.writes.end()
-        position, given = begun
+        position, given, first = begun
         tensors, uses_nothing = tensors_in(outputs), False
         differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
         returned = [t for t in differentiable if _is_input(t, given)]
@@ -213,22 +247,28 @@ class Unit:
             uses_nothing = len(returned) == len(differentiable)
             tensors = tensors_in(outputs)
             differentiable = [t for t in tensors if t.requires_grad]
-        if differentiable:
+        # Before hooks are registered on the outputs, which are there, too.
+        left = self._left_on_modules(first, differentiable)
+        if differentiable or left:
             use = self._follow_inputs(tensors_in(arguments))
             versions = [group.compute_shard.version for group in self.groups]
             # A recomputation may belong to an earlier forward.
             forward = None if in_backward() else self.root.order.current
             # Another call in this forward may have gradients to wait for.
-            is_empty = uses_nothing and forward is not None and forward.units.count(self) == 1
+            is_empty = uses_nothing and not left and forward is not None and forward.units.count(self) == 1
             hook = partial(self._before_backward, use, is_empty, versions, forward, position)
             for tensor in differentiable:
                 tensor.register_hook(hook)
+            if not in_backward():
+                for tensor, number in left:
+                    tensor.register_hook(self._hook_for(number, hook))
+                self.root.calls.append(Call(first, next_operation(), hook))
         if in_backward():
             return outputs
         # A backward that starts from an output without visible tensors could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
         keeps = (self is self.root.unit and self.keep_as_root) or not self.reshards_after_forward
-        if not is_opaque and not (differentiable and keeps):
+        if not is_opaque and not ((differentiable or left) and keeps):
             self._require_no_parameter(tensors)
             self.reshard()
         return outputs
@@ -241,6 +281,19 @@ class Unit:
             RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
         """
         self.writes.end()
+
+    def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
+        """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
+        if not torch.is_grad_enabled() or in_backward():
+            return []
+        left = self._left_behind.since(first)
+        known = set(map(id, outputs)) if left else ()
+        return [each for each in left if id(each[0]) not in known]
+
+    def _hook_for(self, number: int, own: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """The hook of the inner unit that made a tensor, such as one in the outer unit's list of losses."""
+        calls = self.root.calls
+        return next((each.before_backward for each in calls if each.first <= number < each.end), own)
 
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""
@@ -315,13 +368,25 @@ class Unit:
         return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
-        """Notes that slot `index` of a trained group, or every slot for None, has its gradient."""
+        """Notes that slot `index` of a trained group, or every slot for None, has its gradient.
+
+        Raises:
+            RuntimeError: if the parameters were not there when it was computed.
+        """
+        if group.state is ShardState.SHARDED:
+            raise RuntimeError(
+                f"a gradient of unit {group.name} was computed while its parameters were freed, from NaN in "
+                "their place: its forward has handed out a tensor beside its outputs (through a closure or a "
+                "global list), or a loss was made of module.weight outside of the forward; return the tensor "
+                "from the forward, or set it as an attribute of a module in the unit"
+            )
         by_group = self._landed.get(running_backward())
         if by_group is None:
             by_group = self._landed[self.root.begin_backward()]
         landed = by_group[group]
         if not landed:
             group.join_step()
+            self.root.microbatch.awaits_gradients = False
         if index is None:
             landed.update(range(group.num_trained))
         else:

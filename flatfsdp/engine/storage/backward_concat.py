@@ -9,6 +9,7 @@ Next: `engine/step/unit.py` counts what has landed.
     follow     train or freeze each of the parameters from now on
     show       the buffer has been gathered
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
+    take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
     joint      the tensor that layers read in place of several parameters, see `join_parts.py`
 """
@@ -25,7 +26,18 @@ from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import run_as_soon_as_ready, weakly
+from flatfsdp.torch_private import (
+    FREED,
+    copied_on_write,
+    is_copied_on_write,
+    mark_freed,
+    run_as_soon_as_ready,
+    shares_memory,
+    unmark_freed,
+    weakly,
+)
+
+_ADDRESS = Tensor.data_ptr
 
 
 class Leaves:
@@ -59,7 +71,10 @@ class Leaves:
         self.trained = [main_grad is not None] * len(parameters)
         self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
-        self._absent = _absent(binding.layout, unsharded)
+        self._absent = _Absent(binding.layout, unsharded)
+        # Graphs save the parameters, views of them, and joints, which count with the buffer.
+        self._counters = (*parameters, unsharded)
+        mark_freed(self._counters)
         self._is_concealed = True
         self.show()
         if main_grad is not None:
@@ -99,19 +114,31 @@ class Leaves:
     @property
     def versions(self) -> list[int]:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
-        return [parameter._version for parameter in self._parameters]
+        freed = FREED if self._is_concealed else 0
+        return [parameter._version - freed for parameter in self._parameters]
+
+    def take_back(self) -> Sequence[int]:
+        """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
+        if self._is_concealed:
+            return self._absent.take_back(self._parameters)
+        return _take_back(self._parameters, self._views)
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
+            unmark_freed(self._counters)
             self._is_concealed = False
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
-        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+        if self._is_concealed:
+            return
+        for parameter, absent in zip(self._parameters, self._absent.tensors, strict=True):
             parameter.data = absent
+        # Whoever saved one, and whose backward does not gather the unit first, would read NaN.
+        mark_freed(self._counters)
         self._is_concealed = True
 
     def joint(self, index: int) -> Tensor | None:
@@ -169,7 +196,8 @@ class Views:
         self._binding = binding
         self._main_grad = main_grad
         self._landed = landed
-        self._absent = _absent(binding.layout, unsharded)
+        self._absent = _Absent(binding.layout, unsharded)
+        self._places = binding.layout.views(unsharded)
         self._frozen_views = binding.layout.views(unsharded)
         self.joints = JointTensors(binding.layout, unsharded)
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
@@ -188,7 +216,7 @@ class Views:
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow([True] * len(self._views))
-        for tensors in (self._views, self._frozen_views, self._absent):
+        for tensors in (self._views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
@@ -215,24 +243,36 @@ class Views:
         self._leaf.requires_grad_(any(trained))
         views = zip(self._views, self._frozen_views, trained, strict=True)
         self._present = [view if trains else frozen for view, frozen, trains in views]
-        for absent, trains in zip(self._absent, trained, strict=True):
+        for absent, trains in zip(self._absent.tensors, trained, strict=True):
             absent.requires_grad_(trains)
         self.rebind()
 
     @property
     def versions(self) -> list[int]:
         """Version counters, in slot order: an in-place write to one view raises those of all."""
-        return [self._leaf._version + absent._version for absent in self._absent]
+        shared = self._leaf._version - (FREED if self._is_concealed else 0)
+        return [shared + absent._version for absent in self._absent.tensors]
+
+    def take_back(self) -> Sequence[int]:
+        """Undoes `view.data = ...`, and uncounted writes to placeholders; returns the slots."""
+        if self._is_concealed:
+            return self._absent.take_back(self._absent.tensors)
+        return _take_back(self.shown_now, self._places)
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
             self._is_concealed = False
+            unmark_freed((self._leaf,))
             self.rebind()
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
+        if self._is_concealed:
+            return
         self._is_concealed = True
+        # Its views count with it.  Whoever saved one would read freed memory, and crash.
+        mark_freed((self._leaf,))
         self.rebind()
 
     def joint(self, index: int) -> Tensor | None:
@@ -258,7 +298,7 @@ class Views:
     @property
     def shown_now(self) -> Sequence[Tensor]:
         """What the module has at this moment, in slot order."""
-        return self._absent if self._is_concealed else self._present
+        return self._absent.tensors if self._is_concealed else self._present
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         # None: the layer wrote it into main_grad itself.
@@ -282,11 +322,54 @@ class Views:
         self._landed(None)
 
 
-def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
+class _Absent:
     """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
 
-    Printing a view of freed memory would crash the process.
+    Printing a view of freed memory would crash the process.  The memory is copied on write: PyTorch gives it
+    up at the first write to one of its tensors, through `.data` as well, which tells without reading a value.
+
+    Attributes:
+        tensors: the placeholders, in slot order.
     """
-    nans = torch.full((len(layout.slots),), torch.nan, dtype=like.dtype, device=like.device)
-    # `.data` gives each a version counter of its own.
-    return [nan.data.expand(slot.shape) for nan, slot in zip(nans, layout.slots, strict=True)]
+
+    def __init__(self, layout: FlatLayout, like: Tensor) -> None:
+        self._shapes = [slot.shape for slot in layout.slots]
+        self._nans = torch.full((len(self._shapes),), torch.nan, dtype=like.dtype, device=like.device)
+        self.tensors = self._fresh()
+
+    def _fresh(self) -> list[Tensor]:
+        self._shared = copied_on_write(self._nans)
+        # `.data` gives each a version counter of its own.
+        return [nan.data.expand(shape) for nan, shape in zip(self._shared, self._shapes, strict=True)]
+
+    def take_back(self, shown: Sequence[Tensor]) -> Sequence[int]:
+        """Makes `shown` placeholders again if they no longer are; returns the slots that somebody changed.
+
+        Args:
+            shown: tensors that have the memory of the placeholders, in slot order.
+        """
+        if all(map(is_copied_on_write, shown)):
+            return ()
+        # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
+        still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
+        written = [
+            slot
+            for slot, tensor in enumerate(shown)
+            if not (still_nan[slot] and shares_memory(tensor, memory)) and not is_copied_on_write(tensor)
+        ]
+        for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
+            tensor.data = fresh
+        for tensor, absent in zip(shown, self.tensors, strict=True):
+            tensor.data = absent
+        return written
+
+
+def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[int]:
+    """Gives `shown` the memory of `places` again; returns the indices of those that had other memory."""
+    ours, theirs = list(map(_ADDRESS, places)), list(map(_ADDRESS, shown))
+    if ours == theirs:
+        return ()
+    moved = [slot for slot, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their]
+    for slot in moved:
+        shown[slot].data = places[slot]
+    return moved

@@ -223,7 +223,7 @@ def test_a_module_without_parameters_is_nobodys_part(rank: int) -> None:
     model = shard(plain_net(Recursive), precision=BF16)
     if rank == 0:
         assert model.criterion(torch.ones(2), torch.zeros(2)).dtype == torch.float32
-    assert model(torch.ones(1, WIDTH)).dtype == torch.bfloat16
+    assert model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @on_ranks(2)

@@ -153,3 +153,80 @@ def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> 
         optimizer = torch.optim.AdamW(groups, lr=0.1)
         _backward(model, rank)
         optimizer.step()
+
+
+OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": flatfsdp.optim.AdamW}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(1, 2)
+def test_a_step_without_a_backward_is_refused(rank: int, way: str, make: str) -> None:
+    """`inputs=` of listed shards asks for nothing that the graph has."""
+    model = _model(way)
+    optimizer = OPTIMIZERS[make](model.parameters(), lr=0.1)
+    tokens = next(data(rank, 1, 1))[0]
+    before = _shards(model)
+    (2 * model(tokens)).backward(inputs=list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"no backward has brought one.*leave inputs out"):
+        optimizer.step()
+    assert all(map(torch.equal, before, _shards(model)))
+    model(tokens).backward()
+    optimizer.step()
+    assert not all(map(torch.equal, before, _shards(model)))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@on_ranks(2)
+def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: str) -> None:
+    generator, critic = _model("in place"), _model("wrapped")
+    first, second = (OPTIMIZERS[make](model.parameters(), lr=0.1) for model in (generator, critic))
+    tokens = next(data(rank, 1, 1))[0]
+    # Before any forward, as for a scheduler; after an evaluation; twice after one backward.
+    first.step()
+    with torch.no_grad():
+        generator(tokens)
+    first.step()
+    generator(tokens).backward()
+    for _ in range(2):
+        first.step()
+        first.zero_grad()
+    # A forward without a backward, which another model's step does not concern.
+    generator(tokens)
+    critic(tokens).backward()
+    second.step()
+    # ... nor a step that has its gradients, before and after an evaluation with gradients.
+    generator(tokens).backward()
+    generator(tokens)
+    first.step()
+    first.zero_grad()
+    # A closure runs the backward inside the step.
+    generator(tokens)
+    if make == "torch":
+        first.step(lambda: generator(tokens).backward())
+
+
+@on_ranks(2)
+def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
+    model = _model("in place")
+    names = dict(model.named_parameters())
+    head = torch.optim.SGD([p for name, p in names.items() if "blocks" not in name], lr=0.1)
+    blocks = torch.optim.SGD([p for name, p in names.items() if "blocks" in name], lr=0.1)
+    _backward(model, rank)
+    head.step()
+    head.zero_grad()
+    head.step()
+    blocks.step()
+
+
+@on_ranks(2)
+def test_a_failed_step_leaves_an_optimizer_free(rank: int) -> None:
+    model = _model("in place")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(next(data(rank, 1, 1))[0])
+    loss.register_hook(lambda _: (_ for _ in ()).throw(ValueError("by intention")))
+    with pytest.raises(ValueError, match="by intention"):
+        loss.backward()
+    optimizer.zero_grad()
+    _backward(model, rank)
+    optimizer.step()

@@ -16,6 +16,7 @@ from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
+from flatfsdp.engine.input_casts import is_cast
 from flatfsdp.layers.linear import Linear
 
 _hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -70,9 +71,14 @@ def changed(name: str, module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     for hooks in _hooks_in(vars(module)):
-        if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
+        if not all(map(_is_not_needed, hooks.values())):
             return f"{name} has hooks"
     return None
+
+
+def _is_not_needed(hook: Any) -> bool:
+    # What a fused part reads has been cast: by its unit, or by the norm in front of it.
+    return getattr(hook, "__module__", None) == _CAPTURING or is_cast(hook)
 
 
 def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = False) -> str | None:

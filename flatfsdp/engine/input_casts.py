@@ -1,0 +1,50 @@
+"""Casts of FP32 inputs to the compute dtype, in front of the outermost unit's modules.
+
+In:   the arguments of a module that owns parameters.
+Out:  the same, with FP32 tensors in the dtype of these parameters.
+
+The outermost forward is given labels, times and weights of a loss beside activations, and nothing tells which
+is which.  So it gets what its caller has, and a tensor is cast where a parameter meets it.  Units inside are
+given activations: theirs are cast at the door (`step/unit.py`), with less work for the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flatfsdp.engine.step.unit import Unit
+from flatfsdp.flat.nested import cast_fp32
+
+
+def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Lets the modules that own parameters of the outermost unit cast their FP32 inputs.
+
+    The unit's own module is left out, unless no module is inside: then it is a layer itself.
+    """
+    owners: dict[nn.Module, None] = {}
+    for site in (site for group in unit.groups for sites in group.binding.sites for site in sites):
+        is_outermost = site.name == site.attribute
+        if not (is_outermost and site.module._modules):
+            owners[site.module] = None
+    cast = partial(_cast_arguments, dtype)
+    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
+
+
+def _cast_arguments(
+    dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # Mostly there is nothing to cast, and the host is in front of every module here.
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, tuple) or (isinstance(each, Tensor) and each.dtype is torch.float32):
+            return cast_fp32(args, dtype), {name: cast_fp32(one, dtype) for name, one in kwargs.items()}
+    return None
+
+
+def is_cast(hook: Any) -> bool:
+    """Whether `hook` casts inputs; what it launches is recorded with the forward."""
+    return isinstance(hook, partial) and hook.func is _cast_arguments

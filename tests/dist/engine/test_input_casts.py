@@ -1,0 +1,328 @@
+"""FP32 inputs are cast where a parameter meets them; what else a forward is given stays what it is."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, shard
+from flatfsdp.engine.input_casts import is_cast
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import convert
+from tests.support.both_forms import WAYS, sharded
+from tests.support.ranks import on_ranks
+
+WIDTH = 16
+BF16 = Precision(compute=torch.bfloat16)
+BOTH_WAYS = pytest.mark.parametrize("way", WAYS)
+BOTH_FLAGS = pytest.mark.parametrize("flag", [False, True])
+
+
+class Block(nn.Module):
+    """Notes the dtypes of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *others: Any, bias: Tensor | None = None) -> Tensor:
+        given = (x, *others) if bias is None else (x, *others, bias)
+        self.seen = [each.dtype for each in given if isinstance(each, Tensor)]
+        y: Tensor = x + self.down(self.up(x).relu())
+        return y
+
+
+class Net(nn.Module):
+    """A regression with a time for each row, and a positional encoding that is neither buffer nor bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+        self.positions = torch.linspace(-1.0, 1.0, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor, times: Tensor | None = None) -> Tensor:
+        x = self.embedding(x)
+        self.times = times
+        for block in self.blocks:
+            x = block(x + self.positions)
+        return F.mse_loss(self.head(x).squeeze(-1), labels)
+
+
+def net(way: str, kind: type[nn.Module] = Net, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, kind(), by_class(Block), **{"precision": BF16, **options})
+
+
+@BOTH_WAYS
+@BOTH_FLAGS
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_labels_reach_the_loss_as_they_are(way: str, flag: bool) -> None:
+    model = Net()
+    nn.init.zeros_(model.head.weight)
+    nn.init.constant_(model.head.bias, 1004.0)
+    model = sharded(way, model, by_class(Block), precision=BF16, optimize_backward_concat=flag)
+    labels = torch.tensor([1001.0, 1003.0, 1005.0, 1007.0])
+    loss = model(torch.randn(4, WIDTH), labels)
+    assert loss.item() == 5.0  # 8.0 with labels of 8 bits
+    loss.backward()
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_times_reach_the_model_as_they_are(way: str) -> None:
+    unix = torch.arange(6, dtype=torch.float64) * 17.0 + 1.7e9
+    steps = torch.tensor([999.0, 998.5])
+    for precision, times in ((Precision(), unix), (BF16, unix), (BF16, steps)):
+        model = net(way, precision=precision)
+        model(torch.randn(2, WIDTH), torch.zeros(2), times=times)
+        plain = model.module if way == "wrapped" else model
+        assert plain.times is times
+
+
+class Diffusion(nn.Module):
+    """The time's sines are taken in FP32 and meet a weight afterwards, as in DiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        angles = times[:, None] * torch.logspace(0, -3, WIDTH // 2)
+        y: Tensor = self.block(
+            x.to(self.time.weight.dtype) + self.time(torch.cat([angles.sin(), angles.cos()], -1))
+        )
+        return y
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_times_that_bf16_cannot_tell_apart_give_different_outputs(way: str) -> None:
+    model = net(way, kind=Diffusion)
+    first, second = model(torch.zeros(2, WIDTH), torch.tensor([998.0, 999.0]))
+    assert torch.tensor(998.0).bfloat16() == torch.tensor(999.0).bfloat16()
+    assert not torch.equal(first, second)
+
+
+def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(16, WIDTH, generator=generator), torch.ones(16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_plain_fp32_tensor_between_units_trains_in_bf16_as_written(rank: int) -> None:
+    options = [(way, flag) for way in WAYS for flag in (False, True)]
+    losses = [trained(net(way, optimize_backward_concat=flag), rank) for way, flag in options]
+    assert losses[0][-1] < losses[0][0]
+    assert all(torch.equal(torch.stack(each), torch.stack(losses[0])) for each in losses)
+
+
+@BOTH_WAYS
+@on_ranks(2)
+def test_a_plain_fp32_tensor_between_units_trains_in_fp8_as_written(rank: int, way: str) -> None:
+    torch.manual_seed(0)
+    model = convert(Net(), filter=lambda _, name: name.startswith("blocks"))
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    model = sharded(way, model, by_class(Block), precision=precision)
+    with autocast(recipe=CurrentScaling()):
+        losses = trained(model, rank)
+    assert losses[-1] < losses[0]
+
+
+@on_ranks(2)
+def test_a_unit_casts_fp32_arguments_alone() -> None:
+    model = net("in place")
+    block, x = model.blocks[0], torch.randn(2, WIDTH)
+    model(x, torch.zeros(2))
+    block(x, x.double(), x.half(), torch.arange(2), bias=x)
+    kept = [torch.float64, torch.float16, torch.int64]
+    assert block.seen == [torch.bfloat16, *kept, torch.bfloat16]
+
+
+class Sparse(nn.Module):
+    """Layers that append their losses to a list, and keep a state in FP32, beside two in tuples."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        state = {"h": torch.zeros(WIDTH)}
+        for layer in self.layers:
+            x = layer(x, losses, state, (x, (x.float(),)))
+        return x.float().sum() + torch.stack(losses).sum() + state["h"].sum()
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, losses: list[Tensor], state: dict[str, Tensor], rotary: Any) -> Tensor:
+        assert x.dtype == rotary[1][0].dtype == self.weight.dtype == torch.bfloat16
+        losses.append((x.float() * 1e-3).square().mean(0))
+        state["h"] = state["h"] + self.weight.float()
+        assert state["h"].dtype == torch.float32
+        return x * self.weight
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("policy", ["units", "one unit"])
+@on_ranks(1)
+def test_lists_and_dicts_that_layers_write_to_are_the_callers(way: str, policy: str) -> None:
+    one = {"wrapped": FlatFSDP, "in place": shard}[way]
+    if policy == "units":
+        model = sharded(way, Sparse(Expert), by_class(Expert), precision=BF16)
+    else:
+        model = one(Sparse(Expert), precision=BF16)
+    x = torch.ones(2, WIDTH)
+    assert model(x).item() == pytest.approx(WIDTH * (2 + 3e-6 + 3), abs=1e-5)
+
+
+@BOTH_WAYS
+@on_ranks(2)
+def test_gradients_of_fp32_inputs_arrive_in_fp32(way: str) -> None:
+    """Through the door of a unit inside, and through the outermost one's modules."""
+    model = net(way, kind=Diffusion)
+    for given in ([True, False], [False, True]):
+        x, times = (torch.ones(2, *s, requires_grad=g) for s, g in zip([(WIDTH,), ()], given, strict=True))
+        model(x, times).float().square().sum().backward()
+        grad = (x if given[0] else times).grad
+        assert grad is not None and grad.dtype == torch.float32 and bool(grad.abs().sum() > 0)
+
+
+@BOTH_WAYS
+@on_ranks(2)
+def test_an_outermost_layer_casts_its_own_inputs(way: str) -> None:
+    wrap: Any = {"wrapped": FlatFSDP, "in place": shard}[way]
+    x, state = torch.randn(3, WIDTH), torch.zeros(1, WIDTH)
+    assert wrap(nn.Linear(WIDTH, 2), precision=BF16)(x).dtype == torch.bfloat16
+    output, states = wrap(nn.LSTM(WIDTH, WIDTH), precision=BF16)(x, (state, state))
+    assert {output.dtype, *(each.dtype for each in states)} == {torch.bfloat16}
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_cast_inputs_false_casts_nothing(way: str) -> None:
+    model = net(way, cast_inputs=False)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(torch.randn(2, WIDTH), torch.zeros(2))
+    model = net(way, cast_inputs=False)
+    with pytest.raises(RuntimeError, match="same dtype"):  # FP32 by its positions
+        model(torch.randn(2, WIDTH).bfloat16(), torch.zeros(2))
+    assert model.blocks[0].seen == [torch.float32]
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_there_are_hooks_only_where_something_is_cast(way: str) -> None:
+    def hooked(model: nn.Module) -> list[str]:
+        modules = model.named_modules()
+        return [name for name, m in modules if any(map(is_cast, m._forward_pre_hooks.values()))]
+
+    x, labels = torch.randn(2, WIDTH), torch.zeros(2)
+    for options in ({"precision": Precision()}, {"cast_inputs": False}):
+        model = net(way, **options)
+        model(x.to(model.fsdp_state.policy.precision.compute), labels) if "precision" in options else None
+        model.state_dict()
+        assert not hooked(model)
+    model = net(way)
+    for _ in range(2):
+        model(x, labels)
+        assert [name.removeprefix("module.") for name in hooked(model)] == ["embedding", "head"]
+
+
+@on_ranks(1)
+def test_a_layer_that_was_a_model_of_its_own_casts_as_a_unit_afterwards() -> None:
+    block, x = FlatFSDP(Block(), precision=BF16), torch.randn(2, WIDTH)
+    assert block(x).dtype == torch.float32  # a residual of what it was given
+    assert any(map(is_cast, block.up._forward_pre_hooks.values()))
+    outer = FlatFSDP(nn.Sequential(block), precision=BF16)
+    assert outer(x).dtype == torch.bfloat16
+    assert not any(map(is_cast, block.up._forward_pre_hooks.values()))
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_inputs_are_not_kept_by_casts(way: str) -> None:
+    model, x = net(way), torch.randn(2, WIDTH)
+    alive = weakref.ref(x)
+    with torch.no_grad():
+        model(x, torch.zeros(2))
+    del x
+    assert alive() is None
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_a_compiled_model_casts_as_an_eager_one(rank: int, way: str) -> None:
+    def compiled(whole: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = net(way)
+        graphs = CompileCounterWithBackend("aot_eager")
+        if whole:
+            losses = trained(torch.compile(model, backend=graphs), rank)
+        else:
+            for block in model.blocks:
+                (block.module if way == "wrapped" else block).compile(backend=graphs)
+            losses = trained(model, rank)
+            assert graphs.frame_count == 1
+        torch._dynamo.reset()
+        return losses
+
+    eager = trained(net(way), rank)
+    assert all(map(torch.equal, compiled(whole=False), eager))
+    assert all(map(torch.equal, compiled(whole=True), eager))
+
+
+@BOTH_WAYS
+@on_ranks(1)
+def test_a_compiled_module_of_the_outermost_unit_is_one_graph_with_its_casts(way: str) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    model = {"wrapped": FlatFSDP, "in place": shard}[way](nn.Sequential(Block()), precision=BF16)
+    block: Any = model.get_submodule("module.0" if way == "wrapped" else "0")
+    block.compile(backend=graphs)
+    for _ in range(2):
+        model(torch.randn(2, WIDTH))
+    assert graphs.frame_count == 1
+    assert block.seen == [torch.float32]
+    torch._dynamo.reset()
+
+
+@on_ranks(1)
+def test_attention_gets_masks_in_the_dtype_of_its_weights() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(4)
+            y: Tensor = self.attention(x, x, x, attn_mask=mask)[0]
+            return y
+
+    x = torch.randn(4, WIDTH)
+    model = auto_wrap(nn.Sequential(Net(), nn.Linear(WIDTH, 1)), by_class(nn.Linear), precision=BF16)
+    assert model(x).dtype == torch.bfloat16
+    assert math.isfinite(model(x).sum().item())
