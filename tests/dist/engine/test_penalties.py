@@ -97,7 +97,7 @@ def test_norms_and_scalers_count_the_penalty(way: str, update: Update) -> None:
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
 @on_ranks(1, 2)
 def test_norms_and_scalers_count_the_penalty_of_a_unit_that_idles(update: Update) -> None:
-    """The penalty's gradient is all that the unit has, also if it is there before the step's first forward."""
+    """Its gradient is the penalty's alone, perhaps there before the first forward of the step."""
     for order in ("together", "before", "after"):
         program = [each(Penalty(0.5, only="units.1"), uses=({0: (0,)},), order=order)] * 2
         train(Twins(slot_net(), "our AdamW", update=update), program)
