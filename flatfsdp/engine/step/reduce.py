@@ -298,7 +298,8 @@ class Reducer:
             if ranks:
                 places.setdefault(ranks, []).append(index)
         answers = list(own)
-        for ranks, indices in places.items():
+        # Imagined ranks, on the meta device, do what this one does.
+        for ranks, indices in places.items() if self._device.type != "meta" else ():
             groups = [self._reduced[index][0] for index in indices]
             bits = tuple(bit for index in indices for bit in own[index])
             pairs = zip(groups, (own[index] for index in indices), strict=True)

@@ -108,13 +108,14 @@ class UnreducedMarks:
 
     Attributes:
         changes: raised when a watch begins or ends, and counts what autograd brings.
-        places: places of the parameters in the model; empty before it is used.
         is_on: whether the gradients are watched.
     """
 
     def __init__(self) -> None:
         self.changes = Changes()
-        self.places: Sequence[Place] = ()
+        self._places: Sequence[Place] = ()
+        # What autograd has brought before there were places.
+        self._unplaced: dict[int, Tensor] = {}
         self.is_on = False
         self._parameters: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
@@ -122,6 +123,28 @@ class UnreducedMarks:
         # Empty if only markers are watched.
         self._zeroings: list[int] = []
         self._arriving: dict[int, _Arriving] = {}
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Places of the parameters in the model; empty before it is used."""
+        return self._places
+
+    @places.setter
+    def places(self, places: Sequence[Place]) -> None:
+        self._places = places
+        for index, grad in self._unplaced.items():
+            if self._parameters[index].grad is grad:
+                self._mark(index)
+        self._unplaced.clear()
+
+    def _mark(self, index: int) -> Tensor:
+        """Marks the gradient that autograd has brought to a parameter by itself."""
+        parameter = self._parameters[index]
+        assert parameter.grad is not None
+        grad = ShardGrad.of(parameter.grad, self._places[index])
+        grad.is_autograds = True
+        parameter.grad = grad
+        return grad
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Follows the gradients of these parameters from now on."""
@@ -140,7 +163,7 @@ class UnreducedMarks:
         self.changes.count += 1
         if not self._markers:
             self._markers = [Unreduced.of(parameter) for parameter in self._parameters]
-        for parameter, marker, place in zip(self._parameters, self._markers, self.places, strict=True):
+        for parameter, marker, place in zip(self._parameters, self._markers, self._places, strict=True):
             grad = parameter.grad
             if grad is None:
                 parameter.grad = marker
@@ -218,10 +241,10 @@ class UnreducedMarks:
         self.changes.from_autograd += 1
         arriving, grad = self._arriving.pop(index), parameter.grad
         assert grad is not None
-        if arriving.was_empty and self.places:
-            grad = ShardGrad.of(grad, self.places[index])
-            grad.is_autograds = True
-            parameter.grad = grad
+        if arriving.was_empty and self._places:
+            grad = self._mark(index)
+        elif arriving.was_empty:
+            self._unplaced[index] = grad
         if arriving.is_watched:
             # Not another object by the user's hand.
             self._watched[index] = grad

@@ -229,7 +229,7 @@ def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int, way: str) 
 @WAY
 @on_ranks(2)
 def test_norms_and_scalers_answer_for_all_ranks(rank: int, world_size: int, way: str) -> None:
-    """Of a gradient that was clipped, scaled or added to in place as well."""
+    """The same holds for a gradient that was clipped, scaled or added to in place."""
     torch.manual_seed(0)
     net = Net(blocks=1)
     for other in range(world_size):
