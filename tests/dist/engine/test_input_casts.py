@@ -205,6 +205,35 @@ def test_lists_and_dicts_that_layers_write_to_are_the_callers(way: str, policy: 
     assert model(x).item() == pytest.approx(WIDTH * (2 + 3e-6 + 3), abs=1e-5)
 
 
+class Routed(nn.Module):
+    """Experts whose weights are in FP32 on purpose, beside 16-bit activations."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, WIDTH))
+
+        def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+            assert routing.dtype == torch.float32
+            return (routing @ self.weight.float()).to(x.dtype) * x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.experts = nn.Embedding(4, WIDTH), Routed.Experts()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y: Tensor = self.experts(x, routing=x[..., :2].float().softmax(-1))
+        return y
+
+
+@pytest.mark.parametrize("in_units", [False, True])
+@on_ranks(1)
+def test_fp32_beside_activations_of_16_bits_stays(in_units: bool) -> None:
+    policy = by_class(Routed.Experts) if in_units else None
+    assert shard(Routed(), policy, precision=BF16)(torch.arange(4)).dtype == torch.bfloat16
+
+
 @BOTH_WAYS
 @on_ranks(2)
 def test_gradients_of_fp32_inputs_arrive_in_fp32(way: str) -> None:
