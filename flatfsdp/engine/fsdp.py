@@ -53,10 +53,10 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
             the meta device, whose parameters are made and initialised unit by unit.
         precision: dtypes of parameters, compute, accumulation, reduction and buffers; default: FP32.
-        cast_inputs: cast FP32 tensors to `precision.compute` where parameters meet them: the arguments of a
-            unit inside another, and those of the outermost one's modules that own parameters.  Labels that
-            only the outermost forward reads, other dtypes, and tensors in lists, dicts and objects stay what
-            they are.  False casts nothing of this unit's.
+        cast_inputs: cast FP32 tensors to `precision.compute` where parameters meet them: the first argument
+            of a unit inside another, and the arguments of the outermost one's modules that own parameters, if
+            the first one is in FP32.  Labels that only the outermost forward reads, other dtypes, and tensors
+            in lists, dicts and objects stay what they are.  False casts nothing of this unit's.
         shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
         reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
             False keeps them until the last microbatch's backward (ZeRO-2).

@@ -1,11 +1,11 @@
 """Casts of FP32 inputs to the compute dtype, in front of the outermost unit's modules.
 
 In:   the arguments of a module that owns parameters.
-Out:  the same, with FP32 tensors in the dtype of these parameters.
+Out:  the same; if the first one is in FP32, with all FP32 tensors in the dtype of these parameters.
 
 The outermost forward is given labels, times and weights of a loss beside activations, and nothing tells which
 is which.  So it gets what its caller has, and a tensor is cast where a parameter meets it.  Units inside are
-given activations: theirs are cast at the door (`step/unit.py`), with less work for the host.
+given activations first: these are cast at the door (`step/unit.py`), with less work for the host.
 """
 
 from __future__ import annotations
@@ -38,11 +38,17 @@ def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHa
 def _cast_arguments(
     dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    # Mostly there is nothing to cast, and the host is in front of every module here.
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, tuple) or (isinstance(each, Tensor) and each.dtype is torch.float32):
-            return cast_fp32(args, dtype), {name: cast_fp32(one, dtype) for name, one in kwargs.items()}
-    return None
+    # FP32 beside 16-bit activations, such as a router's weights of experts, is so on purpose.
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if not _holds_fp32(first):
+        return None
+    return cast_fp32(args, dtype), {name: cast_fp32(each, dtype) for name, each in kwargs.items()}
+
+
+def _holds_fp32(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype is torch.float32
+    return isinstance(value, tuple) and any(map(_holds_fp32, value))
 
 
 def is_cast(hook: Any) -> bool:

@@ -110,7 +110,7 @@ class Unit:
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
         root: state shared by the model's units; set when the root module is first used.
-        casts_to: dtype to which FP32 arguments are cast; None casts nothing.
+        casts_to: dtype to which a first argument in FP32 is cast; None casts nothing.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         reshards_after_forward: whether parameters are freed between forward and backward.
@@ -213,13 +213,14 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        tensors = tensors_in((args, kwargs))
-        if self.casts_to is not None and any(t.dtype is torch.float32 for t in tensors):
-            args = cast_fp32(args, self.casts_to)
-            kwargs = {name: cast_fp32(each, self.casts_to) for name, each in kwargs.items()}
-            # The unit's backward ends with the gradients of the casts.
-            tensors = tensors_in((args, kwargs))
-        return Begun(position, _versions_of(tensors), next_operation()), args, kwargs
+        if self.casts_to is not None:
+            # Others may be tables of a rotary embedding, masks, or a residual, in FP32 on purpose.
+            if args:
+                args = (cast_fp32(args[0], self.casts_to), *args[1:])
+            elif kwargs:
+                name, first = next(iter(kwargs.items()))
+                kwargs = {**kwargs, name: cast_fp32(first, self.casts_to)}
+        return Begun(position, _versions_of(tensors_in((args, kwargs))), next_operation()), args, kwargs
 
     @never_traced
     def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:

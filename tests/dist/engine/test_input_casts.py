@@ -149,17 +149,23 @@ def test_a_plain_fp32_tensor_between_units_trains_in_fp8_as_written(rank: int, w
 
 
 @on_ranks(2)
-def test_a_unit_casts_fp32_arguments_alone() -> None:
+def test_a_unit_casts_its_first_argument_alone_and_only_from_fp32() -> None:
+    """The others may be tables of a rotary embedding, or a residual that is FP32 on purpose."""
     model = net("in place")
     block, x = model.blocks[0], torch.randn(2, WIDTH)
     model(x, torch.zeros(2))
-    block(x, x.double(), x.half(), torch.arange(2), bias=x)
-    kept = [torch.float64, torch.float16, torch.int64]
-    assert block.seen == [torch.bfloat16, *kept, torch.bfloat16]
+    block(x, x, torch.arange(2), bias=x)
+    assert block.seen == [torch.bfloat16, torch.float32, torch.int64, torch.float32]
+    block(x=x, bias=x)
+    assert block.seen == [torch.bfloat16, torch.float32]
+    for other in (x.double(), x.half()):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            block(other)
+        assert block.seen == [other.dtype]
 
 
 class Sparse(nn.Module):
-    """Layers that append their losses to a list, and keep a state in FP32, beside two in tuples."""
+    """Layers that append their losses to a list, and keep a state in FP32."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -169,7 +175,7 @@ class Sparse(nn.Module):
         losses: list[Tensor] = []
         state = {"h": torch.zeros(WIDTH)}
         for layer in self.layers:
-            x = layer(x, losses, state, (x, (x.float(),)))
+            x = layer(x, losses, state)
         return x.float().sum() + torch.stack(losses).sum() + state["h"].sum()
 
 
@@ -178,8 +184,8 @@ class Expert(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, losses: list[Tensor], state: dict[str, Tensor], rotary: Any) -> Tensor:
-        assert x.dtype == rotary[1][0].dtype == self.weight.dtype == torch.bfloat16
+    def forward(self, x: Tensor, losses: list[Tensor], state: dict[str, Tensor]) -> Tensor:
+        assert x.dtype == self.weight.dtype == torch.bfloat16
         losses.append((x.float() * 1e-3).square().mean(0))
         state["h"] = state["h"] + self.weight.float()
         assert state["h"].dtype == torch.float32
@@ -197,6 +203,35 @@ def test_lists_and_dicts_that_layers_write_to_are_the_callers(way: str, policy: 
         model = one(Sparse(Expert), precision=BF16)
     x = torch.ones(2, WIDTH)
     assert model(x).item() == pytest.approx(WIDTH * (2 + 3e-6 + 3), abs=1e-5)
+
+
+class Routed(nn.Module):
+    """Experts whose weights are in FP32 on purpose, beside 16-bit activations."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, WIDTH))
+
+        def forward(self, x: Tensor, routing: Tensor) -> Tensor:
+            assert routing.dtype == torch.float32
+            return (routing @ self.weight.float()).to(x.dtype) * x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.experts = nn.Embedding(4, WIDTH), Routed.Experts()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y: Tensor = self.experts(x, routing=x[..., :2].float().softmax(-1))
+        return y
+
+
+@pytest.mark.parametrize("in_units", [False, True])
+@on_ranks(1)
+def test_fp32_beside_activations_of_16_bits_stays(in_units: bool) -> None:
+    policy = by_class(Routed.Experts) if in_units else None
+    assert shard(Routed(), policy, precision=BF16)(torch.arange(4)).dtype == torch.bfloat16
 
 
 @BOTH_WAYS
