@@ -34,7 +34,8 @@ class Microbatch:
         awaits_gradients: whether no gradient has landed since the model's last training forward.
         is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
         is_left: whether a loop was left before the last backward of this step.  What it accumulated is
-            dropped at the next forward; until then an optimizer's step raises, unless it was zeroed.
+            dropped at the next forward or backward; until then an optimizer's step raises, unless it was
+            zeroed.
     """
 
     def __init__(self) -> None:

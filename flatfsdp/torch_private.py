@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, ref
@@ -352,6 +353,8 @@ def uses_of_memory(tensor: Tensor) -> int:
     return count
 
 
+_VERSION = attrgetter("_version")
+
 FREED = 2**30
 """What `mark_freed` adds to a version, so that an error of autograd shows it."""
 
@@ -370,7 +373,7 @@ def unmark_freed(tensors: tuple[Tensor, ...]) -> None:
 
 
 def _add_to_versions(tensors: tuple[Tensor, ...], step: int) -> None:
-    versions = tuple([tensor._version + step for tensor in tensors])
+    versions = tuple([version + step for version in map(_VERSION, tensors)])
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 

@@ -174,7 +174,7 @@ class Joined(Updated):
         joint = self._viewed.joint_grad(self._first, self._last)
         if joint is not None:
             grad = joint.flat[self._start : self._stop]
-            if self._views and self._has_one_history and not joint.idle:
+            if self._views and self._has_one_history and self._views.keys().isdisjoint(joint.idle):
                 return Due(self, [grad], [Piece(0, grad.numel(), grad, next(iter(self._views)))])
             # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
             return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))

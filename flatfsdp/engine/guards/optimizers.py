@@ -82,7 +82,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> 
 def refuse_step_without_backward(optimizer: torch.optim.Optimizer) -> None:
     """Checks that a backward has come before the step, which would change nothing without a word.
 
-    Runs before every step of every optimizer, and usually looks at its first parameter only.
+    Runs before every step of every optimizer, and usually finds a gradient at its first parameter.
 
     Raises:
         RuntimeError: if nothing in the optimizer has a gradient, and no backward has brought one to a model

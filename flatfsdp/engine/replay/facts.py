@@ -56,7 +56,8 @@ class Facts(NamedTuple):
         of_groups: facts that only the engine changes.
         hooks: hooks of modules that may be recorded.
         modes: whether each module is in training mode.
-        trained: whether the first parameter of each group is trained.
+        trained: whether the first parameter of each group is trained at this moment, as most groups are
+            frozen as a whole; others are noticed at the beginning of the next step (`OfGroups.trained`).
         addresses: addresses of shards and FP8 scales.
         buffers: addresses, shapes with dtypes, and strides of all modules' buffers, except FP8 scales.
         scales: which buffers FP8 layers have, by `id`; they get others when their scales move.  A recording

@@ -67,12 +67,14 @@ class WriteCheck:
         # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
         taken_back = [group.params.take_back() for group in self._groups]
         known, self._known = self._known, [group.params.versions for group in self._groups]
-        for group, uncounted, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
-            if before != after or uncounted:
+        if known == self._known and not any(taken_back):
+            return
+        for group, taken, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
+            if before != after or taken:
                 slots = enumerate(zip(group.layout.slots, before, after, strict=True))
                 names = [
                     group.prefix + slot.name
                     for index, (slot, was, now) in slots
-                    if was != now or index in uncounted
+                    if was != now or index in taken
                 ]
                 yield group, " or ".join(names)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ class LeftBehind:
         # PyTorch's own modules leave nothing on themselves; what others set there are new attributes.
         self._own = [set(vars(each)) if _is_torchs(type(each)) else set() for each in self._modules]
         self._readers: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = []
-        self._plain: list[int] = []
+        # Values that can hold no tensor; kept, so that no other object gets the address of one.
+        self._plain: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies as that of no modules: a copy of a layer, which leads here, is in no unit."""
@@ -50,10 +51,10 @@ class LeftBehind:
         """The tensors whose operation has this number or a later one, each with the number."""
         values = self._values()
         # Most forwards set nothing, and what they find has held no tensor before.
-        if (addresses := list(map(id, values))) == self._plain:
+        if len(values) == len(self._plain) and all(map(is_, values, self._plain)):
             return []
         holders = [value for value in values if isinstance(value, _HOLDERS)]
-        self._plain = [] if any(isinstance(value, _CHANGING) for value in holders) else addresses
+        self._plain = [] if any(map(_may_change, holders)) else values
         found = {id(t): t for value in holders for t in _tensors_in(value) if t.grad_fn is not None}
         made = [(t, t.grad_fn._sequence_nr()) for t in found.values() if t.grad_fn is not None]
         # Views of the parameters themselves are older than any forward, and have a number above all others.
@@ -88,6 +89,11 @@ def _is_torchs(kind: type[nn.Module]) -> bool:
 
 _CHANGING = (Tensor, list, dict, set)
 _HOLDERS = (*_CHANGING, tuple)
+
+
+def _may_change(holder: Any) -> bool:
+    """Whether a value may hold other tensors at the next look; a tuple does if something in it does."""
+    return isinstance(holder, _CHANGING) or (isinstance(holder, tuple) and any(map(_may_change, holder)))
 
 
 def _tensors_in(holder: Any) -> list[Tensor]:

@@ -88,7 +88,6 @@ class Reducer:
         self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
-        self._masks: dict[tuple[tuple[Ranks, ...], Used], Tensor] = {}
         self.recorded: list[tuple[FlatGroup, Used]] = []
 
     @property
@@ -304,8 +303,10 @@ class Reducer:
             bits = tuple(bit for index in indices for bit in own[index])
             pairs = zip(groups, (own[index] for index in indices), strict=True)
             asks = any(_may_be_used_elsewhere(*pair) for pair in pairs)
+            # Pinned, so that the host does not wait for the copy, which waits for all kernels so far.
+            own_bits = torch.tensor(bits, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
             with self._stream.after_compute():
-                mask = self._mask(ranks, bits, is_answer=not asks)
+                mask = own_bits.to(self._device, non_blocking=True)
                 for each in ranks:
                     with launch(each, groups[0].identify(Action.USED), self._device):
                         raise_to_largest_byte(mask, each)
@@ -315,15 +316,6 @@ class Reducer:
                 for index in indices:
                     answers[index] = tuple(bool(next(found)) for _ in own[index])
         return answers
-
-    def _mask(self, ranks: tuple[Ranks, ...], bits: Used, *, is_answer: bool) -> Tensor:
-        """The bits on the device.  If they are the answer, they stay what they are, for later steps, too."""
-        if not is_answer:
-            return torch.tensor(bits, dtype=torch.uint8, device=self._device)
-        key = ranks, bits
-        if key not in self._masks:
-            self._masks[key] = torch.tensor(bits, dtype=torch.uint8, device=self._device)
-        return self._masks[key]
 
     def _publish(self, used: Sequence[Used]) -> None:
         """Hands the gradients to the optimizer, on its device.
@@ -357,10 +349,15 @@ class Reducer:
 
 
 def _used(group: FlatGroup) -> Used:
-    """What this rank has used of a group: of a wrapper's flat parameter, anything counts as all of it."""
+    """What this rank has used of a group: of a wrapper's flat parameter, anything counts as all of it.
+
+    A penalty that has a gradient counts as well, so that ranks agree on who has one.
+    """
+    penalties = group.master.marks.autograds()
     if not group.master.has_views:
-        return (bool(group.used),)
-    return tuple(map(group.used.__contains__, range(len(group.layout.slots))))
+        return (bool(group.used or penalties),)
+    used = group.used.union(penalties) if penalties else group.used
+    return tuple(map(used.__contains__, range(len(group.layout.slots))))
 
 
 def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:

@@ -227,7 +227,10 @@ class Root:
         """Frees what was gathered ahead and not used; without a backward, frees everything."""
         self.in_forward = False
         self.calls.clear()
-        self.microbatch.awaits_gradients |= backward_follows and bool(self.order.current.trained)
+        if backward_follows and self.order.current.trained:
+            # Gradients that are there are of a backward before this forward, such as one of a validation.
+            has_gradients = any(group.master.has_reduced_grad for group in self.groups)
+            self.microbatch.awaits_gradients |= not has_gradients
         self.scales.end_forward()
         for unit in self.units[1:]:
             reshard_unused(unit.groups)

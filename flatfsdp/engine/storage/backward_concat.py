@@ -32,6 +32,7 @@ from flatfsdp.torch_private import (
     is_copied_on_write,
     mark_freed,
     run_as_soon_as_ready,
+    running_backward,
     shares_memory,
     unmark_freed,
     weakly,
@@ -206,7 +207,7 @@ class Views:
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
             self._views = binding.layout.views(self._leaf)
-        # The step in which a gradient last came to each view.
+        # The backward in which a gradient last came to each view.
         self._arrived: dict[int, int] = {}
         for index, view in enumerate(self._views):
             # Autograd would run the concat of every unit last, because it is older than any forward.
@@ -303,7 +304,7 @@ class Views:
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         # None: the layer wrote it into main_grad itself.
         if grad is not None:
-            self._arrived[index] = self._main_grad.microbatch.step
+            self._arrived[index] = running_backward()
 
     def _land(self, leaf: Tensor) -> None:
         if not any(self.trained):
@@ -312,8 +313,8 @@ class Views:
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
         if grad is not None:
-            step = self._main_grad.microbatch.step
-            used = {index for index, arrived_in in self._arrived.items() if arrived_in == step}
+            now = running_backward()
+            used = {index for index, backward in self._arrived.items() if backward == now}
             for index in [index for index in used if not self.trained[index]]:
                 # Frozen since the forward, too; the concat does not know.
                 self._binding.layout.views(grad)[index].zero_()

@@ -574,7 +574,7 @@ class FlatGroup:
         self.changes.count += 1
         self.master.marks.stop()
         self.partial_grad = None
-        self._joined_step = -1
+        self._joined_step = self._used_in = -1
         if self.main_grad is not None:
             self.main_grad.drop()
 

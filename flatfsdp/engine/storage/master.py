@@ -312,11 +312,21 @@ class MasterShard:
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [plain(grad) for grad in found if grad is not None]
 
-    def joint_grad(self, first: int, last: int) -> Published | None:
+    @property
+    def has_reduced_grad(self) -> bool:
+        """Whether a reduced gradient of this shard is still there."""
+        return self._published is not None and self._published() is not None
+
+    def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
         """The gradient of the whole shard, if portions [first, last) all have their parts of it.
 
         An idle one has none, where that is zero.  None if one of them has no gradient for another reason, or
-        another gradient.  Portions without elements do not count.
+        another gradient.
+
+        Args:
+            first: number of the first portion.
+            last: number of the portion after the last one.
+            empty: whether portions without elements count, which are others on each rank.
         """
         published = None if self._published is None else self._published()
         if published is None:
@@ -324,7 +334,7 @@ class MasterShard:
         attribute = self.grad_attribute
         for index in range(first, last):
             parameter, start, stop = self.portions[index]
-            if start == stop:
+            if start == stop and not empty:
                 continue
             grad = reduced_grad(parameter, attribute)
             if index in published.idle:
@@ -348,7 +358,7 @@ class MasterShard:
             Number of elements that were added, not set.
         """
         attribute, added = self.grad_attribute, 0
-        published = self.joint_grad(0, len(self.portions))
+        published = self.joint_grad(0, len(self.portions), empty=True)
         if published is not None:
             published.flat.add_(grad)
             added = grad.numel()
@@ -357,32 +367,33 @@ class MasterShard:
             published.idle.update(range(len(self.portions)))
             # Weak, so that zeroing the gradients of all portions frees the memory.
             self._published = weakref.ref(published)
-        if not published.idle and attribute is GRAD:
+        autograds = self.marks.autograds()
+        if not published.idle and not autograds:
             return added
         used = used if self.has_views else [used[0]] * len(self.portions)
         parts = zip(self.portions, self._parts(published.flat), self.places, used, strict=True)
         for index, ((parameter, _, _), part, place, is_used) in enumerate(parts):
-            present, own = reduced_grad(parameter, attribute), None
-            if attribute is not GRAD:
-                # Autograd brings its own gradients to `.grad`, also where reduced ones are elsewhere.
-                own = reduced_grad(parameter)
-                GRAD.leave(parameter, None)
-            elif isinstance(present, ShardGrad) and present.is_autograds:
-                own, present = present, None
-            if own is not None:
+            if (own := autograds.get(index)) is not None:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
-                part.add_(plain(own))
+                # It is in `.grad`, also where reduced gradients are elsewhere.
+                part.add_(own.plain)
+                parameter.grad = None
             if index not in published.idle:
                 continue
+            present = reduced_grad(parameter, attribute)
+            if isinstance(present, ShardGrad) and present.is_untouched_zero:
+                present = None
+                attribute.leave(parameter, None)
             if present is not None:
-                # The user's own memory, or zeros in place of an `Unreduced`.
+                # The user's own memory.
                 published.idle.discard(index)
-                if is_used or own is not None:
+                if is_used:
                     attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                     added += part.numel()
-            elif is_used or own is not None:
+            elif is_used:
                 published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
+        self.marks.forget_autograds()
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:

@@ -8,8 +8,7 @@ Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_n
     .grad             ShardGrad           ShardGrad
 
 A `ShardGrad`, and any result of the same shape that is computed from it (`p.grad / n`, `.detach()`), knows
-which parameter it belongs to.  What optimizers keep is ordinary: a `clone`, tensors made like it, `_base`.
-
+which parameter it belongs to:
 
     norms                                        are those of the whole gradient, over all ranks
     _amp_foreach_non_finite_check_and_unscale_   shows non-finite values of any rank on all ranks
@@ -111,6 +110,7 @@ class ShardGrad(Tensor):
         answer: its norm, if that was taken with another one.
         zeroings: number of times it was zeroed.
         is_autograds: whether autograd has made it, where there was no gradient (see `unreduced.py`).
+        stands_for_none: whether it is the zeros that `zero_grad(set_to_none=False)` put in place of a marker.
     """
 
     place: Place
@@ -118,6 +118,7 @@ class ShardGrad(Tensor):
     answer: Answer | None = None
     zeroings: int = 0
     is_autograds: bool = False
+    stands_for_none: bool = False
 
     @staticmethod
     def of(part: Tensor, place: Place, published: Published | None = None) -> ShardGrad:
@@ -125,6 +126,11 @@ class ShardGrad(Tensor):
         grad = part.as_subclass(ShardGrad)
         grad.place, grad.published = place, published
         return grad
+
+    @property
+    def is_untouched_zero(self) -> bool:
+        """Whether it stands for no gradient, and nobody has written to it but to zero it."""
+        return self.stands_for_none and self._version == self.zeroings
 
     @property
     def plain(self) -> Tensor:

@@ -29,7 +29,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
 from flatfsdp.engine.storage.changes import Changes, fetched
 from flatfsdp.engine.storage.shard_grad import Place, ShardGrad
-from flatfsdp.torch_private import weakly
+from flatfsdp.torch_private import receives_gradient, weakly
 
 _GRAD_FN: Any = Tensor.grad_fn
 
@@ -42,14 +42,16 @@ class Unreduced(Tensor):
     """
 
     _parameter: weakref.ref[nn.Parameter]
+    _place: Place
 
     @staticmethod
-    def of(parameter: nn.Parameter) -> Unreduced:
+    def of(parameter: nn.Parameter, place: Place) -> Unreduced:
         """Makes the marker for a parameter whose gradient is being accumulated."""
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         marker = zero.expand(parameter.shape).as_subclass(Unreduced)
         # The parameter refers to the marker; a reference back would keep both alive for good.
         marker._parameter = weakref.ref(parameter)
+        marker._place = place
         return marker
 
     @classmethod
@@ -69,15 +71,17 @@ class Unreduced(Tensor):
             marker = args[0]
             parameter = marker._parameter()
             if parameter is not None and parameter.grad is marker:
-                parameter.grad = torch.zeros_like(parameter.detach())
+                zeros = ShardGrad.of(torch.zeros_like(parameter.detach()), marker._place)
+                zeros.stands_for_none = True
+                parameter.grad = zeros
             return marker
         raise RuntimeError(f"`.grad` of a parameter was read (by an optimizer's step, say) while {UNREDUCED}")
 
 
 UNREDUCED = (
-    "gradients are accumulated and not yet reduced; before that, run the last backward of the step outside "
-    "of no_sync(), with set_is_last_backward(True), or inside the microbatches() loop; zero_grad() drops "
-    "what is accumulated"
+    "gradients are accumulated and not yet reduced.  Run the last backward of the step first: outside of "
+    "no_sync(), with set_is_last_backward(True), or inside the microbatches() loop; zero_grad() drops what "
+    "is accumulated"
 )
 """End of a message about a use of gradients that came too early."""
 
@@ -123,6 +127,7 @@ class UnreducedMarks:
         # Empty if only markers are watched.
         self._zeroings: list[int] = []
         self._arriving: dict[int, _Arriving] = {}
+        self._brought: set[int] = set()
 
     @property
     def places(self) -> Sequence[Place]:
@@ -144,11 +149,23 @@ class UnreducedMarks:
         grad = ShardGrad.of(parameter.grad, self._places[index])
         grad.is_autograds = True
         parameter.grad = grad
+        self._brought.add(index)
         return grad
+
+    def autograds(self) -> dict[int, ShardGrad]:
+        """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
+        found = ((index, self._parameters[index].grad) for index in self._brought)
+        return {i: grad for i, grad in found if isinstance(grad, ShardGrad) and grad.is_autograds}
+
+    def forget_autograds(self) -> None:
+        """Notes that these have been added to reduced gradients."""
+        self._brought.clear()
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Follows the gradients of these parameters from now on."""
         self._parameters, self._markers = parameters, ()
+        self._unplaced.clear()
+        self._brought.clear()
         for index, parameter in enumerate(parameters):
             # PyTorch takes hooks for parameters that are trained, and keeps them while they are frozen.
             trains = parameter.requires_grad
@@ -162,7 +179,8 @@ class UnreducedMarks:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
         self.changes.count += 1
         if not self._markers:
-            self._markers = [Unreduced.of(parameter) for parameter in self._parameters]
+            pairs = zip(self._parameters, self._places, strict=True)
+            self._markers = [Unreduced.of(*pair) for pair in pairs]
         for parameter, marker, place in zip(self._parameters, self._markers, self._places, strict=True):
             grad = parameter.grad
             if grad is None:
@@ -172,9 +190,6 @@ class UnreducedMarks:
                 parameter.grad = ShardGrad.of(grad, place)
         self.is_on = True
         self._watched = list(map(_GRAD_OF, self._parameters))
-        self._count_zeroings()
-
-    def _count_zeroings(self) -> None:
         are_markers = all(map(is_, self._watched, self._markers))
         self._zeroings = [] if are_markers else list(map(_zeroings, self._watched))
 
@@ -210,14 +225,17 @@ class UnreducedMarks:
 
     def drop_autograds(self) -> None:
         """Drops gradients that autograd has brought to the parameters itself since the last reduction."""
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, ShardGrad) and parameter.grad.is_autograds:
-                parameter.grad = None
+        for index in self.autograds():
+            self._parameters[index].grad = None
+        self._brought.clear()
 
     def _before_autograd(self, index: int, of: weakref.ref[nn.Parameter], _grad: Tensor) -> None:
         """Autograd is about to add a gradient of its own to `.grad`."""
         parameter = of()
         assert parameter is not None
+        if not receives_gradient(parameter):
+            # `autograd.grad` asks for it, and accumulates nothing.
+            return
         if index >= len(self._parameters) or self._parameters[index] is not parameter:
             raise RuntimeError(
                 "a gradient came to a flat parameter that flatfsdp.param_groups has cut, so no optimizer has "
@@ -231,24 +249,25 @@ class UnreducedMarks:
             )
         grad = parameter.grad
         is_watched = self.is_on and grad is self._watched[index]
-        if isinstance(grad, Unreduced):
+        if isinstance(grad, Unreduced) or (isinstance(grad, ShardGrad) and grad.stands_for_none):
             # Autograd would add to it in place.
             grad = parameter.grad = None
         self._arriving[index] = _Arriving(grad is None, is_watched)
 
     def _after_autograd(self, index: int, parameter: nn.Parameter) -> None:
-        self.changes.count += 1
-        self.changes.from_autograd += 1
         arriving, grad = self._arriving.pop(index), parameter.grad
         assert grad is not None
+        self.changes.count += 1
+        self.changes.from_autograd += 1
         if arriving.was_empty and self._places:
             grad = self._mark(index)
         elif arriving.was_empty:
             self._unplaced[index] = grad
-        if arriving.is_watched:
-            # Not another object by the user's hand.
+        if arriving.is_watched and grad is not self._watched[index]:
+            # Another object, but not by the user's hand.
             self._watched[index] = grad
-            self._count_zeroings()
+            self._zeroings = self._zeroings or [0] * len(self._watched)
+            self._zeroings[index] = _zeroings(grad)
 
 
 class AllMarkers:
