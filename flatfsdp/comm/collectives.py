@@ -111,15 +111,11 @@ def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
     dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)
 
 
-def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
-    """Replaces amaxes (FP32, not negative) by the largest over the ranks; NaN wins."""
-    # As integers, because the order of the bits puts NaN above infinity on every backend.
-    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
-
-
-def raise_to_largest_byte(values: Tensor, ranks: Ranks) -> None:
-    """Replaces uint8 values by the largest over the ranks."""
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=ranks.group)
+def raise_to_largest(values: Tensor, ranks: Ranks) -> None:
+    """Replaces integers, or amaxes (FP32, not negative), by the largest over the ranks; NaN wins."""
+    # Amaxes as integers, because the order of the bits puts NaN above infinity on every backend.
+    integers = values.view(torch.int32) if values.is_floating_point() else values
+    dist.all_reduce(integers, op=dist.ReduceOp.MAX, group=ranks.group)
 
 
 def _operation(mean: bool) -> dist.ReduceOp.RedOpType:

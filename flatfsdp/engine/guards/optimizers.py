@@ -42,17 +42,12 @@ _NOT_ELEMENTWISE = frozenset(
 """Optimizers whose update of an element depends on other elements: class names, lower case, without "_"."""
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-    """Checks an optimizer; runs before every step of every optimizer, so it reads two attributes a parameter.
-
-    Args:
-        optimizer: an optimizer that is about to step.
-        has_closure: whether the step begins with a closure, in which the last backward may run.
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
 
     Raises:
         ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it needs
             whole parameters and has shards; if weight decay was chosen by `p.dim()`, which is 1 for shards.
-        RuntimeError: if gradients of its parameters are accumulated and not yet reduced.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # No function call per parameter: that would take most of the time.
@@ -65,12 +60,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> 
             "shards. Build the optimizer after sharding, outside of summon_full_params, from "
             "model.parameters() or flatfsdp.param_groups(model, ...)"
         )
-    shard = FLAT_SHARD.name
-    targets = [target for p in parameters if (target := p.__dict__.get(shard)) is not None]
-    of_engine = (target.group for target in targets if isinstance(target, PortionTarget))
-    for group in () if has_closure else dict.fromkeys(of_engine):
-        group.require_reduced()
-    if targets and not _is_elementwise(type(optimizer)):
+    if not _is_elementwise(type(optimizer)) and any(FLAT_SHARD.of(p) is not None for p in parameters):
         raise ValueError(
             f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
             "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
@@ -79,20 +69,23 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> 
     _refuse_decay_by_dim(optimizer)
 
 
-def refuse_step_without_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that a backward has come before the step, which would change nothing without a word.
-
-    Runs before every step of every optimizer, and usually finds a gradient at its first parameter.
+def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that all backwards have come before the step; runs before every step without a closure.
 
     Raises:
-        RuntimeError: if nothing in the optimizer has a gradient, and no backward has brought one to a model
-            whose shards it has since that model's last training forward.
+        RuntimeError: if gradients of the optimizer's parameters are accumulated and not yet reduced; if
+            nothing in the optimizer has a gradient, and no backward has brought one to a model whose shards
+            it has since that model's last training forward.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # No function call per parameter, as above.
+    shard = FLAT_SHARD.name
+    targets = [t for p in parameters if isinstance(t := p.__dict__.get(shard), PortionTarget)]
+    for group in dict.fromkeys(target.group for target in targets):
+        group.require_reduced()
     if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters):
         return
-    targets = map(FLAT_SHARD.of, parameters)
-    if any(isinstance(target, PortionTarget) and target.awaits_gradients for target in targets):
+    if any(target.awaits_gradients for target in targets):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
             "brought one to the model since its last training forward. backward(inputs=...) with what "

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatfsdp.contract.claimed import mark_owned
 from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.guards.late_modules import refuse_late_module
-from flatfsdp.engine.guards.optimizers import refuse_optimizer, refuse_step_without_backward
+from flatfsdp.engine.guards.optimizers import refuse_early_step, refuse_optimizer
 from flatfsdp.engine.guards.other_engines import refuse_engine_around
 from flatfsdp.torch_private import never_traced
 
@@ -48,8 +48,7 @@ def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> Non
 # Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.
 @never_traced
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # A closure, if any, runs the backward, later; the optimizer itself is the first argument.
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-    refuse_optimizer(optimizer, has_closure=has_closure)
-    if not has_closure:
-        refuse_step_without_backward(optimizer)
+    refuse_optimizer(optimizer)
+    # A closure runs the backward, later; the optimizer itself is the first argument.
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        refuse_early_step(optimizer)

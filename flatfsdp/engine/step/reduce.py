@@ -33,7 +33,7 @@ from torch import Tensor
 from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import all_reduce, raise_to_largest_byte, reduce_scatter
+from flatfsdp.comm.collectives import all_reduce, raise_to_largest, reduce_scatter
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
@@ -138,7 +138,7 @@ class Reducer:
         if publishes:
             self._publish(used)
         else:
-            self.recorded = [(self._reduced[i][0], of_group) for i, of_group in enumerate(used)]
+            self.recorded = [(group, each) for (group, _), each in zip(self._reduced, used, strict=True)]
         self.forget()
 
     def publish_kept(self, reduced: Iterable[tuple[FlatGroup, Used]]) -> None:
@@ -309,7 +309,7 @@ class Reducer:
                 mask = own_bits.to(self._device, non_blocking=True)
                 for each in ranks:
                     with launch(each, groups[0].identify(Action.USED), self._device):
-                        raise_to_largest_byte(mask, each)
+                        raise_to_largest(mask, each)
             compute_waits_for(self._stream.mark(), self._device)
             if asks:
                 found = iter(mask.tolist())
