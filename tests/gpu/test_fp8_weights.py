@@ -71,12 +71,13 @@ def collectives_of_a_step(rank: int, world_size: int, reshard: bool, checked: bo
 def test_one_launch_of_nccl_a_unit_and_direction(world_size: int, reshard: bool) -> None:
     """FP8 and bf16 parts share a launch.
 
-    The scales of the whole model take one all-reduce a step, and the gradient norm one all-gather.
+    The scales of the whole model take one all-reduce a step, what ranks have used of it another one, and the
+    gradient norm one all-gather.
     """
     units = LAYERS + 1
     # The root keeps its own parameters from forward to backward.
     gathers = (2 * LAYERS + 1) * MICROBATCHES if reshard else units
-    expected = {"AllGather": gathers + 1, "ReduceScatter": units, "AllReduce": 1}
+    expected = {"AllGather": gathers + 1, "ReduceScatter": units, "AllReduce": 2}
     for found in run_ranks(world_size, collectives_of_a_step, reshard, False, backend="nccl"):
         assert found == expected
     # Identities travel in the same launches, whose kernels may have the name of either.

@@ -157,7 +157,13 @@ def _joined(grad: Tensor, slot: ParamSlot, ranks: Ranks) -> Tensor:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and not differing(a, b)
+
+
+def differing(a: list[Tensor], b: list[Tensor]) -> dict[int, str]:
+    """How many elements differ, by the index of the tensors."""
+    pairs = enumerate(zip(a, b, strict=True))
+    return {n: f"{int((x != y).sum())} of {x.numel()}" for n, (x, y) in pairs if not torch.equal(x, y)}
 
 
 def same_trace(a: Trace, b: Trace) -> dict[str, bool]:

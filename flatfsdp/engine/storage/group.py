@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -426,7 +426,7 @@ class FlatGroup:
         if self.buffer is not None:
             all_gather(self.buffer.tensor, self.compute_shard.tensor, self.grid.shard)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Number of bytes that this rank receives in a gather."""
         if self.buffer is None:

@@ -209,7 +209,11 @@ class MainGrad:
                 view, is_first = self._claim(index)
                 self._accumulate(view, grad, first=is_first)
             return
-        targets, first = zip(*(self._claim(index) for index in waiting), strict=True)
+        views, written = self._open(), self._written
+        targets, first = [views[index] for index in waiting], [not written[index] for index in waiting]
+        for index in waiting:
+            written[index] = True
+        self._used.update(waiting)
         accumulate_many(targets, grads, first)
         moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))
         self.ledger.add("accumulate", sum(moved))
