@@ -10,7 +10,7 @@ from flatfsdp.engine.param_groups import param_groups
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.engine.wrap import auto_wrap, by_class, by_size
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
-from flatfsdp.flat.layout import Align, FlatLayout, ParamSlot, ParamSpec
+from flatfsdp.flat.layout import FlatLayout, ParamSlot, ParamSpec
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
 
@@ -18,7 +18,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
-    "Align",
     "FlatFSDP",
     "FlatLayout",
     "FlattenParamsWrapper",

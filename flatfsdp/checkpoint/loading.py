@@ -142,7 +142,7 @@ def load_opened(
     with raising_on_all(model):
         give_extra_state(model, extra_states)
     for _, group in named_groups(model):
-        group.master.generation += 1
+        group.master.loaded()
 
 
 def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> None:

@@ -5,12 +5,14 @@ In:   arguments of `FlatFSDP`: a process group or a mesh, and a tensor-parallel 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.comm.launch import under_torchrun
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
 
@@ -76,6 +78,7 @@ class Grid:
 
         Raises:
             TypeError: for a DeviceMesh in place of a group.
+            RuntimeError: in one of several processes of torchrun, if torch.distributed is not initialised.
             ValueError: for both a mesh and a process group; for a mesh of another number of dimensions; if
                 tp_group shares ranks other than this one with the data-parallel ranks.
         """
@@ -104,5 +107,12 @@ def _data_parallel(
         if mesh.ndim != 1:
             raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
         process_group = mesh.get_group()
-    every = Ranks.of(default_group() if process_group is None else process_group)
+    if process_group is None:
+        process_group = default_group()
+        if process_group is None and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+            raise RuntimeError(
+                f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would train a model by "
+                "itself; call torch.distributed.init_process_group() before the model is sharded"
+            )
+    every = Ranks.of(process_group)
     return (every, ALONE) if shard else (ALONE, every)

@@ -18,13 +18,14 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.claim import (
     bindings_of,
+    default_precision,
     device_of,
     mark_taken,
     own_modules,
     parameters_to_take,
     prepare_buffers,
-    require_default_precision,
 )
+from flatfsdp.engine.first_rank import take_from_first_rank
 from flatfsdp.engine.guards.watch import guard
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
@@ -54,6 +55,7 @@ def build_unit(
     cpu_offload: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     param_init_fn: ParamInit | None = None,
+    sync_module_states: bool = False,
     check_collectives: bool = True,
     rank_timeout: float = RANK_TIMEOUT,
     poison_on_free: bool = False,
@@ -67,8 +69,9 @@ def build_unit(
     Raises:
         TypeError, ValueError: for the same reasons as `FlatFSDP`.
     """
+    parameters = parameters_to_take(module)
     policy = Policy(
-        Precision() if precision is None else precision,
+        default_precision(parameters) if precision is None else precision,
         cast_inputs,
         reshard_after_forward,
         optimize_backward_concat,
@@ -80,9 +83,6 @@ def build_unit(
         rank_timeout,
     )
     grid = Grid.of(process_group, mesh, shard, tp_group)
-    parameters = parameters_to_take(module)
-    if precision is None:
-        require_default_precision(parameters)
     for name, parameter in parameters.items():
         check_placement(name, parameter, grid.tensor)
     for path, owner in own_modules(module):
@@ -93,6 +93,14 @@ def build_unit(
         materialize(own_modules(module), place, param_init_fn)
         parameters = parameters_to_take(module)
         taken += parameters.items()
+    if sync_module_states:
+        buffers = {
+            f"{path}.{name}": buffer
+            for path, owner in own_modules(module)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+        take_from_first_rank({**parameters, **buffers}, grid, place)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
     unit = Unit(modules, reshard_after_forward, contains_units=contains_units)

@@ -8,7 +8,9 @@ Next: `engine/storage/group.py` makes a flat group of each binding.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
+from flatfsdp.policy import Precision
+
+logger = logging.getLogger(__name__)
 
 
 def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -66,15 +71,44 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
-def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
-    """Raises ValueError for a float64 parameter, which the default precision (FP32) would round."""
+def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
+    """Precision of a model whose user names none: it computes in bf16 if most of its elements are bf16.
+
+    What is trained is updated in FP32 either way.
+
+    Args:
+        parameters: the model's parameters, by name.
+
+    Raises:
+        ValueError: for a float64 parameter, which FP32 would round, and for an fp16 one, which needs a scale.
+    """
+    elements: Counter[torch.dtype] = Counter()
     for name, parameter in parameters.items():
+        elements[parameter.dtype] += parameter.numel()
         if parameter.dtype == torch.float64:
             raise ValueError(
                 f"parameter {name} is float64, and FP32 is the default precision; pass "
                 "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
                 "reduce=torch.float64), or convert the module first"
             )
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name} is fp16, whose gradients need a loss scale; convert the module to bf16 "
+                "(module.bfloat16()), or pass precision=Precision(compute=torch.float16) and train with a "
+                "GradScaler"
+            )
+    if 2 * elements[torch.bfloat16] <= elements.total():
+        return Precision()
+    wide = [name for name, parameter in parameters.items() if parameter.dtype == torch.float32]
+    if wide:
+        logger.warning(
+            "the model computes in bf16, as most of its parameters are bf16; %d are FP32, and are rounded to "
+            "bf16 where they are used: %s%s. Pass precision=Precision() to compute in FP32",
+            len(wide),
+            ", ".join(wide[:3]),
+            ", ..." if len(wide) > 3 else "",
+        )
+    return Precision(compute=torch.bfloat16)
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:

@@ -52,7 +52,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         mesh: instead of process_group: 1-D (shard), or 2-D (replicate, shard).
         device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
             the meta device, whose parameters are made and initialised unit by unit.
-        precision: dtypes of parameters, compute, accumulation, reduction and buffers; default: FP32.
+        precision: dtypes of parameters, compute, accumulation, reduction and buffers.  By default all are
+            FP32, and `compute` is bf16 if most elements of the parameters are.
         cast_inputs: cast FP32 tensors to `precision.compute` where parameters meet them: the first argument
             of a unit inside another, and the arguments of the outermost one's modules that own parameters, if
             the first one is in FP32.  Labels that only the outermost forward reads, other dtypes, and tensors
@@ -74,6 +75,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             `summon_full_params()` give this rank's parts; `checkpoint.full_state_dict` gives whole tensors.
         param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
             `reset_parameters()`.  Seed all ranks alike.
+        sync_module_states: copy the first data-parallel rank's parameters and buffers to the others, for
+            ranks that were not seeded alike.
         check_collectives: check in every gather and reduction that all ranks run it for the same unit and
             purpose; if they differ, all ranks raise instead of computing with a mix of units.
         rank_timeout: seconds that a rank waits for the others in such a gather or reduction before it raises
@@ -90,8 +93,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     Raises:
         ValueError: for parameters that cannot be sharded, naming them: not floating point, tied to one in
             another unit, on a device that the backend cannot reach, on the meta device and not initialised,
-            split over other ranks than tp_group, float64 without `precision`.  If ranks of tp_group are
-            data-parallel, too.
+            split over other ranks than tp_group, float64 or fp16 without `precision`.  If ranks of tp_group
+            are data-parallel, too.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         cpu_offload: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         param_init_fn: ParamInit | None = None,
+        sync_module_states: bool = False,
         check_collectives: bool = True,
         rank_timeout: float = RANK_TIMEOUT,
         poison_on_free: bool = False,
@@ -134,6 +138,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             cpu_offload=cpu_offload,
             tp_group=tp_group,
             param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
             check_collectives=check_collectives,
             rank_timeout=rank_timeout,
             poison_on_free=poison_on_free,

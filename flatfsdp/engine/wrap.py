@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.engine.claim import own_modules
+from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.units import UnitModule
 
@@ -52,7 +52,10 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
         ValueError: as `FlatFSDP`, with the unit's name; if the policy picks nothing, as the whole model would
             then be one unit, which is never freed between forward and backward.
     """
-    make_units(pick_units(model, policy), partial(FlatFSDP, **fsdp_options))
+    picked = pick_units(model, policy)
+    if fsdp_options.get("precision") is None:
+        fsdp_options["precision"] = default_precision(parameters_to_take(model))
+    make_units(picked, partial(FlatFSDP, **fsdp_options))
     return FlatFSDP(model, **fsdp_options)
 
 

@@ -1,6 +1,6 @@
 """`FlatLayout`: the place of each parameter in a flat buffer, as pure arithmetic.
 
-In:   the names, shapes and alignments of the parameters of one group (`FlatLayout.pack`).
+In:   the names and shapes of the parameters of one group (`FlatLayout.pack`).
 Out:  a frozen `FlatLayout` of `ParamSlot`s, the same on every rank.
 Next: `engine/storage/` makes buffers of these sizes, `binding.py` ties the slots to a module.
 
@@ -38,23 +38,6 @@ class Role(Enum):
     """Stored in E4M3, one byte an element, with one scale for the slot."""
 
 
-class Align(Enum):
-    """Rule for the places where a shard boundary may cut a slot."""
-
-    ELEMENTS = "elements"
-    """Cut at any multiple of 16 elements."""
-    ROWS = "rows"
-    """Cut only between rows (dimension 0), so that per-row scales stay on one rank."""
-    ROWS_128 = "rows_128"
-    """Cut only between blocks of 128 rows, so that 128 x 128 scaling blocks stay on one rank."""
-
-    def unit(self, shape: Sequence[int]) -> int:
-        """Number of elements that must not be separated, for a parameter of this shape."""
-        rows = {Align.ELEMENTS: 0, Align.ROWS: 1, Align.ROWS_128: 128}[self]
-        whole = rows * math.prod(shape[1:])
-        return math.lcm(ELEMENT_ALIGNMENT, whole) if whole else ELEMENT_ALIGNMENT
-
-
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter to be packed, before it has a place."""
@@ -62,7 +45,6 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     role: Role = Role.COMPUTE
-    align: Align = Align.ELEMENTS
     placement: Placement = Placement.EQUAL
     partition: Partition | None = None
 
@@ -79,7 +61,6 @@ class ParamSlot:
     name: str
     shape: tuple[int, ...]
     role: Role
-    align: Align
     offset: int
     placement: Placement = Placement.EQUAL
     partition: Partition | None = None
@@ -115,15 +96,13 @@ class FlatLayout:
     """Slots of one flat buffer in address order.  Build it with `pack`.
 
     Attributes:
-        slots: the slots, disjoint, in address order, each aligned to its `Align` unit.
+        slots: the slots, disjoint, in address order, each at a multiple of `ELEMENT_ALIGNMENT`.
         numel: unpadded length: end of the last slot, in elements.
-        shard_multiple: divisor of every shard length; it keeps the promise of each `Align`.
         joints: the joints, disjoint, in address order.
     """
 
     slots: tuple[ParamSlot, ...]
     numel: int
-    shard_multiple: int
     joints: tuple[JointSlot, ...] = ()
 
     @staticmethod
@@ -140,7 +119,7 @@ class FlatLayout:
         """
         slots: list[ParamSlot] = []
         names: set[str] = set()
-        cursor, multiple = 0, ELEMENT_ALIGNMENT
+        cursor = 0
         for spec in specs:
             if spec.name in names:
                 raise ValueError(
@@ -152,21 +131,14 @@ class FlatLayout:
                     f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
                     f"{slots[0].role.value}; pack them into two layouts"
                 )
-            unit = spec.align.unit(spec.shape)
-            slot = ParamSlot(
-                spec.name,
-                tuple(spec.shape),
-                spec.role,
-                spec.align,
-                _round_up(cursor, unit),
-                spec.placement,
-                spec.partition,
-            )
+            offset = _round_up(cursor, ELEMENT_ALIGNMENT)
+            shape = tuple(spec.shape)
+            slot = ParamSlot(spec.name, shape, spec.role, offset, spec.placement, spec.partition)
             slots.append(slot)
-            cursor, multiple = slot.end, math.lcm(multiple, unit)
+            cursor = slot.end
         found = [find_joint(name, parts, slots) for name, parts in joints]
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
-        return FlatLayout(tuple(slots), cursor, multiple, tuple(in_order))
+        return FlatLayout(tuple(slots), cursor, tuple(in_order))
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -189,7 +161,7 @@ class FlatLayout:
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""
-        return _round_up(-(-self.numel // num_shards), self.shard_multiple)
+        return _round_up(-(-self.numel // num_shards), ELEMENT_ALIGNMENT)
 
     def padded_numel(self, num_shards: int) -> int:
         """Length of the buffer in elements, padded to a multiple of `num_shards`."""
@@ -197,14 +169,15 @@ class FlatLayout:
 
     def pieces(self, rank: int, num_shards: int) -> list[Piece]:
         """Pieces of slots in shard `rank` of `num_shards`, in address order; empty if it is all padding."""
+        pieces = (self.piece(slot, rank, num_shards) for slot in self.slots)
+        return [piece for piece in pieces if piece is not None]
+
+    def piece(self, slot: ParamSlot, rank: int, num_shards: int) -> Piece | None:
+        """Piece of this slot in shard `rank` of `num_shards`; None if the shard has none of it."""
         length = self.shard_numel(num_shards)
-        low, high = rank * length, (rank + 1) * length
-        pieces = []
-        for slot in self.slots:
-            start, stop = max(low, slot.offset), min(high, slot.end)
-            if start < stop:
-                pieces.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
-        return pieces
+        low = rank * length
+        start, stop = max(low, slot.offset), min(low + length, slot.end)
+        return Piece(slot, start - slot.offset, stop - slot.offset, start - low) if start < stop else None
 
     def gaps(self, num_shards: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the padded buffer outside all slots, in address order."""

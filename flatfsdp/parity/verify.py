@@ -18,6 +18,7 @@ from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss
+from flatfsdp.engine.claim import default_precision
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
 from flatfsdp.parity.any_model import ModelJob, train
@@ -130,9 +131,10 @@ def verify(
     """
     job = ModelJob(build_model, batches, policy, loss, steps, microbatches, lr, max_norm, seed)
     rank = Rank(dist.get_rank(), dist.get_world_size(), _device(device))
-    usual = Sharding(precision or Precision(), recipe)
     torch.manual_seed(seed)
-    chosen, left_out = _chosen(switches, build_model(), usual, rank.device.type == "cuda")
+    model = build_model()
+    usual = Sharding(precision or default_precision(dict(model.named_parameters())), recipe)
+    chosen, left_out = _chosen(switches, model, usual, rank.device.type == "cuda")
     rows = [_compare(job, switch, usual, rank, self_test) for switch in chosen]
     return Parity(rows, left_out, rank.world)
 

@@ -57,6 +57,7 @@ class Action(IntEnum):
     LOAD = 21
     AVERAGE = 22
     USED = 23
+    VALUES = 24
 
 
 _WORDS = {
@@ -74,6 +75,7 @@ _WORDS = {
     Action.AVERAGE: "changes between the weights of {unit} and their average (EMA.averaged)",
     Action.NORM: "takes the norm of the gradients",
     Action.BUILD: "compares what it has built",
+    Action.VALUES: "compares the values that it begins with",
     Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
     Action.REPLAY: "replays a recorded microbatch",
     Action.SAVE: "saves a checkpoint",
@@ -91,7 +93,7 @@ OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 _COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
 """Actions that send a number of their own in place of unit and step."""
 
-_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.SAVE, Action.LOAD, Action.OBJECTS}
+_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.VALUES, Action.SAVE, Action.LOAD, Action.OBJECTS}
 """Actions outside of microbatches."""
 
 

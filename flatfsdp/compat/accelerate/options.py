@@ -81,6 +81,6 @@ def require_shardable(shard_options: Mapping[str, Any]) -> None:
             raise ValueError(f"FlatAccelerator cannot do shard_options[{name!r}]: {_RANKS}")
 
 
-def precision_of(mixed_precision: str) -> Precision:
-    """Translates Accelerate's name of a precision."""
-    return Precision(compute=torch.bfloat16) if mixed_precision == "bf16" else Precision()
+def precision_of(mixed_precision: str) -> Precision | None:
+    """Translates Accelerate's name of a precision; None is that of the model."""
+    return Precision(compute=torch.bfloat16) if mixed_precision == "bf16" else None

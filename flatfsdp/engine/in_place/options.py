@@ -28,6 +28,7 @@ class ShardOptions(TypedDict, total=False):
     cpu_offload: bool
     tp_group: dist.ProcessGroup | None
     param_init_fn: ParamInit | None
+    sync_module_states: bool
     check_collectives: bool
     rank_timeout: float
     poison_on_free: bool

@@ -19,7 +19,7 @@ from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.claim import own_modules, parameters_to_take
+from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
@@ -72,15 +72,19 @@ def shard(
     """
     require_known(options)
 
-    def make(part: nn.Module) -> UnitModule:
-        return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
-
     picked = {} if policy is None else pick_units(module, policy)
     # Raise all that can be known before anything changes.
-    parameters_to_take(module)
+    parameters = parameters_to_take(module)
+    if options.get("precision") is None:
+        # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
+        options["precision"] = default_precision(parameters)
     for each in picked:
         _require_shardable(each)
     _require_shardable(module)
+
+    def make(part: nn.Module) -> UnitModule:
+        return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
+
     make_units(picked, make)
     make(module)
     return module

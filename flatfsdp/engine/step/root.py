@@ -28,6 +28,7 @@ from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Call, Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.changes import Changes
+from flatfsdp.engine.storage.first_values import require_same_first_values
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.engine.storage.unreduced import AllMarkers
@@ -97,6 +98,7 @@ class Root:
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
         self._device = device
+        self._has_begun = False
         self.in_forward = False
         self.calls: list[Call] = []
         self.backward = Backward(self.end_backward)
@@ -150,6 +152,14 @@ class Root:
             inputs: arguments of the forward.
         """
         self._look_at_user()
+        if not self._has_begun:
+            # Not earlier: a checkpoint may have been loaded in between.
+            masters = [(group.prefix, group.master) for group in self.groups]
+            identity = self.groups[0].identify(Action.VALUES) if self.groups else None
+            require_same_first_values(masters, self._model.communicators, identity)
+            for group in self.groups:
+                group.master.first_digests.clear()
+            self._has_begun = True
         self._compare_inputs(inputs)
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():

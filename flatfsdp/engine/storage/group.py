@@ -39,6 +39,7 @@ from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
+from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
@@ -180,17 +181,23 @@ class FlatGroup:
 
     def _filled_master(self, originals: Sequence[nn.Parameter], device: torch.device) -> MasterShard:
         precision = self.policy.precision
+        dtype = precision.param
+        if self.built_frozen and all(each.dtype == precision.compute for each in originals):
+            # Nothing is added to it, so the values that came need no wider copy.
+            dtype = precision.compute
         master = MasterShard(
             self.layout,
             self.grid,
-            precision.param,
+            dtype,
             device,
-            grad_dtype=precision.grad or precision.param,
+            grad_dtype=precision.grad or dtype,
             cpu_offload=self.policy.cpu_offload,
             trainable=not self.built_frozen,
         )
         for slot, parameter in zip(self.layout.slots, originals, strict=True):
             master.load(slot, parameter.detach())
+            if self.grid.shard.size > 1:
+                master.first_digests[slot] = digest(parameter)
         return master
 
     def _new_buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
@@ -504,7 +511,18 @@ class FlatGroup:
             parameter.requires_grad_(trains)
 
     def open_main_grad(self) -> None:
-        """Lets gradients land in a group that was built frozen."""
+        """Lets gradients land in a group that was built frozen.
+
+        Raises:
+            RuntimeError: if the optimizer would have to update values in a narrow dtype.
+        """
+        narrow, wanted = self.master.flat.dtype, self.policy.precision.param
+        if narrow != wanted:
+            raise RuntimeError(
+                f"unit {self.name} was sharded with frozen parameters, which it keeps in {narrow}, and what "
+                f"is trained is updated in {wanted}; call requires_grad_(True) before the model is sharded, "
+                "and requires_grad_(False) after it"
+            )
         self.main_grad = self._new_main_grad()
         assert isinstance(self.params, Leaves)
         self.params.land_in(self.main_grad)

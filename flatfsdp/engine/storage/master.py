@@ -102,6 +102,8 @@ class MasterShard:
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         identify: function that gives the identity a collective carries; None before the model is used.
         changes: raised with `generation`.
+        first_digests: by slot, the digest of the values that it began with, until they are replaced or
+            compared (`first_values.py`).
         is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
@@ -135,6 +137,7 @@ class MasterShard:
         self.stages = ALONE
         self.changes = Changes()
         self._generation = 0
+        self.first_digests: dict[ParamSlot, Tensor] = {}
         self.is_average = False
         self.identify: Callable[[Action], Identity | None] = lambda _action: None
 
@@ -214,12 +217,18 @@ class MasterShard:
 
     def load(self, slot: ParamSlot, value: Tensor) -> None:
         """Copies this rank's part of a whole parameter into the shard."""
-        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
-            if piece.slot is slot:
-                part = value.reshape(-1)[piece.start : piece.stop]
-                with torch.no_grad():
-                    self.flat[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
-        # On every rank alike, even where the shard is all padding and nothing was written.
+        self.first_digests.pop(slot, None)
+        piece = self.layout.piece(slot, self.grid.shard.rank, self.grid.shard.size)
+        if piece is not None:
+            part = value.reshape(-1)[piece.start : piece.stop]
+            # Not counted as a write, of which other ranks may have none: `generation` counts a load, on every
+            # rank alike, even where the shard is all padding.
+            self.flat.data[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+        self.generation += 1
+
+    def loaded(self) -> None:
+        """Notes that all values were replaced."""
+        self.first_digests.clear()
         self.generation += 1
 
     def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -265,13 +274,13 @@ class MasterShard:
         start = self.grid.shard.rank * length
         with torch.no_grad():
             self.flat.copy_(full[start : start + length])
-        self.generation += 1
+        self.loaded()
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
         with torch.no_grad():
             self.flat.copy_(self.scattered(full, self.flat.dtype))
-        self.generation += 1
+        self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Scatters the whole padded buffer of the grid's first rank; returns this rank's part.  Collective.

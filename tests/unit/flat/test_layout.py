@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Align, FlatLayout, ParamSpec
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, FlatLayout, ParamSpec
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -21,32 +21,22 @@ shapes = st.one_of(
     st.tuples(st.integers(0, 300), columns),
     st.tuples(st.integers(0, 40), columns, st.sampled_from([1, 2])),
 )
-specs = st.lists(st.tuples(shapes, st.sampled_from(Align)), min_size=1, max_size=6).map(
-    lambda drawn: [ParamSpec(f"p{i}", shape, align=align) for i, (shape, align) in enumerate(drawn)]
+specs = st.lists(shapes, min_size=1, max_size=6).map(
+    lambda drawn: [ParamSpec(f"p{i}", shape) for i, shape in enumerate(drawn)]
 )
 shard_counts = st.integers(1, 5)
-
-
-def protected_elements(spec_or_slot) -> int:
-    """How many elements a shard boundary must not separate, written out independently of Align.unit."""
-    row = math.prod(spec_or_slot.shape[1:])
-    return {Align.ELEMENTS: 1, Align.ROWS: row, Align.ROWS_128: 128 * row}[spec_or_slot.align]
 
 
 @properties
 @given(specs)
 def test_slots_are_complete_disjoint_aligned_and_in_bounds(specs):
     layout = FlatLayout.pack(specs)
-    assert [(s.name, s.shape, s.role, s.align) for s in layout.slots] == [
-        (s.name, s.shape, s.role, s.align) for s in specs
-    ]
+    assert [(s.name, s.shape, s.role) for s in layout.slots] == [(s.name, s.shape, s.role) for s in specs]
     end = 0
     for slot in layout.slots:
         assert slot.numel == math.prod(slot.shape)
         assert slot.offset >= end, "slots overlap or are out of order"
         assert slot.offset % ELEMENT_ALIGNMENT == 0
-        if protected_elements(slot):
-            assert slot.offset % protected_elements(slot) == 0
         end = slot.end
     assert layout.numel == end <= layout.padded_numel(1)
 
@@ -75,7 +65,7 @@ def test_shards_are_equal_aligned_and_long_enough(specs, num_shards):
     assert layout.padded_numel(num_shards) == length * num_shards
     # Enough, and no more than rounding up asks for.
     assert length * num_shards >= layout.numel
-    assert (length - layout.shard_multiple) * num_shards < max(layout.numel, 1)
+    assert (length - ELEMENT_ALIGNMENT) * num_shards < max(layout.numel, 1)
 
 
 @properties
@@ -96,20 +86,14 @@ def test_pieces_of_all_ranks_cover_each_slot_once_and_keep_its_alignment(specs, 
             # The same element whether it is counted from the shard or from the slot: offsets do not
             # depend on the number of shards.
             assert rank * length + piece.shard_offset == slot.offset + piece.start
-            assert piece.start % protected_elements(slot) == 0
-            assert piece.stop == slot.numel or piece.stop % protected_elements(slot) == 0
+            assert piece.start % ELEMENT_ALIGNMENT == 0
+            assert piece.stop == slot.numel or piece.stop % ELEMENT_ALIGNMENT == 0
     assert all(counts.eq(1).all() for counts in covered.values())
 
 
-def test_boundaries_move_to_whole_rows_and_blocks_of_128_rows():
-    """A slot of 300 rows of 3 over 2 shards: cut anywhere on 16, between rows, or after 256 rows."""
-    cuts = {}
-    for align in Align:
-        layout = FlatLayout.pack([ParamSpec("w", (300, 3), align=align)])
-        cuts[align] = layout.pieces(0, 2)[0].stop
-    assert cuts[Align.ELEMENTS] == 464  # 450 rounded up to 16
-    assert cuts[Align.ROWS] == 480  # ... to 16 and to rows of 3
-    assert cuts[Align.ROWS_128] == 768  # ... to 128 rows of 3
+def test_boundaries_are_at_multiples_of_16_elements():
+    layout = FlatLayout.pack([ParamSpec("w", (300, 3))])
+    assert layout.pieces(0, 2)[0].stop == 464  # 450 rounded up
 
 
 def test_a_rank_beyond_the_data_holds_nothing():

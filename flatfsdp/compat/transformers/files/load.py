@@ -56,7 +56,7 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with raising_together(state), torch.no_grad():
         plan.carry_out()
     for group in groups:
-        group.master.generation += 1
+        group.master.loaded()
 
 
 class _Copy(NamedTuple):
@@ -111,10 +111,10 @@ class _Plan:
         """Reads all tensors into the model."""
         for stored, (group, slot, _) in self._copies:
             shard = group.grid.shard
-            for piece in group.layout.pieces(shard.rank, shard.size):
-                if piece.slot is slot:
-                    begin, count = piece.shard_offset, piece.stop - piece.start
-                    stored.read_into(group.master.flat.detach()[begin : begin + count], piece.start)
+            piece = group.layout.piece(slot, shard.rank, shard.size)
+            if piece is not None:
+                begin, count = piece.shard_offset, piece.stop - piece.start
+                stored.read_into(group.master.flat.detach()[begin : begin + count], piece.start)
         for each in self._converted:
             for name, value in each.values().items():
                 group, slot, _ = self._targets[name]

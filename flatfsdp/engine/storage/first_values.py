@@ -1,0 +1,80 @@
+"""Checks that the ranks that share parameters began with the same values.
+
+In:   a digest of each whole parameter, taken when a unit took it (`MasterShard.first_digests`).
+Out:  RuntimeError on all ranks, in the first forward, with the name of the first parameter that differs.
+
+Each rank keeps a part of its own values.  Ranks that were seeded differently would train a patchwork of
+several initialisations, and no loss would look wrong.  Values that a load, or anybody else, has replaced
+since do not count, and replicas need no check: they take the first one's values (`FlatGroup.make_equal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.checking.identity import Identity
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.storage.master import MasterShard
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NOTHING = torch.iinfo(torch.int64).min
+"""Stands for no digest: every other number is larger, and it is its own negative."""
+
+
+def digest(values: Tensor) -> Tensor:
+    """Sum of the values' bits as integers: int64, 0-dim; does not wait for the device."""
+    bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
+    return bits.sum(dtype=torch.int64)
+
+
+def require_same_first_values(
+    masters: Iterable[tuple[str, MasterShard]], everyone: Sequence[Ranks], identity: Identity | None
+) -> None:
+    """Compares the values that ranks began with.  Collective over `everyone`.
+
+    Args:
+        masters: the shards of a model, each with the prefix of its parameters' names.
+        everyone: the communicators of the model; all of its ranks raise, or none.
+        identity: identity of the collectives.
+
+    Raises:
+        RuntimeError: on all ranks, if a parameter's values differ.
+    """
+    slots: dict[Ranks, list[tuple[str, Tensor | None]]] = {}
+    device = torch.device("meta")
+    for prefix, master in masters:
+        device = master.device
+        # A write since then may have replaced anything.
+        digests = master.first_digests if master.flat._version == 0 else {}
+        for slot in master.layout.slots if master.grid.shard.size > 1 else ():
+            slots.setdefault(master.grid.shard, []).append((prefix + slot.name, digests.get(slot)))
+    if not slots or device.type == "meta":
+        return
+    names = [name for named in slots.values() for name, _ in named]
+    # The first parameter has the largest number, so that all ranks name the same one.
+    numbers = torch.arange(len(names), 0, -1, device=device)
+    differing = []
+    for ranks, named in slots.items():
+        own = [torch.tensor(_NOTHING) if known is None else known for _, known in named]
+        largest = torch.stack([each.to(device) for each in own])
+        # The largest of the negatives is the smallest one's.
+        extremes = torch.stack([largest, -largest])
+        with launch(ranks, identity, device):
+            raise_to_largest(extremes, ranks)
+        differing.append(extremes[0] != -extremes[1])
+    first = (numbers * torch.cat(differing)).amax()
+    for ranks in everyone:
+        with launch(ranks, identity, device):
+            raise_to_largest(first, ranks)
+    if number := int(first):
+        raise RuntimeError(
+            f"parameter {names[len(names) - number]} began with other values on other ranks, and each rank "
+            "shards its own; seed all ranks alike before the model is built, pass sync_module_states=True, "
+            "which takes the first rank's values, or load a checkpoint before the first forward"
+        )
