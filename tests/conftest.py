@@ -10,7 +10,14 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names each failure as it comes: a run may be cut off before its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", flush=True)

@@ -18,7 +18,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import mesh_of
-from tests.support.models import differing
+from tests.support.models import differing, repeatable
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
@@ -81,6 +81,7 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
     ids=["bf16", "fp8-every", "stored-zero2", "offload", "replicated"],
 )
 @on_ranks(4, backend="nccl")
+@repeatable()
 def test_the_flag_changes_no_bit(options: dict[str, Any]) -> None:
     mesh = mesh_of(pp=1, tp=2)
     off, on, again = (
@@ -93,6 +94,7 @@ def test_the_flag_changes_no_bit(options: dict[str, Any]) -> None:
 
 
 @on_ranks(4, backend="nccl")
+@repeatable()
 def test_weights_stored_in_fp8_are_the_same_bits() -> None:
     mesh = mesh_of(pp=1, tp=2)
     runs = [

@@ -13,7 +13,7 @@ from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import SmallPipeline, in_one_process, mesh_of
-from tests.support.models import same
+from tests.support.models import repeatable, same
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
@@ -25,6 +25,7 @@ BF16 = Precision(compute=torch.bfloat16)
 
 @TP
 @on_ranks(4, backend="nccl")
+@repeatable()
 def test_the_flag_changes_no_bit(tp: int) -> None:
     mesh = mesh_of(pp=2, tp=tp)
     for schedule in SCHEDULES:
