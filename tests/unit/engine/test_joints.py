@@ -274,7 +274,7 @@ def frozen_beside_trained() -> tuple[Net, type]:
 
 def of_several_dtypes() -> tuple[Net, type]:
     net = Net()
-    net.layers[0].qkv.parts["k"].half()
+    net.layers[0].qkv.parts["k"].bfloat16()
     return net, Layer
 
 
