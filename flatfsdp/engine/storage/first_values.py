@@ -57,9 +57,8 @@ def require_same_first_values(
     if not slots or device.type == "meta":
         return
     names = [name for named in slots.values() for name, _ in named]
-    # The first parameter has the largest number, so that all ranks name the same one.
-    numbers = torch.arange(len(names), 0, -1, device=device)
-    differing = []
+    # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
+    number, first = len(names), torch.zeros((), dtype=torch.int64, device=device)
     for ranks, named in slots.items():
         own = [torch.tensor(_NOTHING) if known is None else known for _, known in named]
         largest = torch.stack([each.to(device) for each in own])
@@ -67,14 +66,15 @@ def require_same_first_values(
         extremes = torch.stack([largest, -largest])
         with launch(ranks, identity, device):
             raise_to_largest(extremes, ranks)
-        differing.append(extremes[0] != -extremes[1])
-    first = (numbers * torch.cat(differing)).amax()
+        numbers = torch.arange(number, number - len(named), -1, device=device)
+        first = first.maximum((numbers * (extremes[0] != -extremes[1])).amax())
+        number -= len(named)
     for ranks in everyone:
         with launch(ranks, identity, device):
             raise_to_largest(first, ranks)
-    if number := int(first):
+    if found := int(first):
         raise RuntimeError(
-            f"parameter {names[len(names) - number]} began with other values on other ranks, and each rank "
+            f"parameter {names[len(names) - found]} began with other values on other ranks, and each rank "
             "shards its own; seed all ranks alike before the model is built, pass sync_module_states=True, "
             "which takes the first rank's values, or load a checkpoint before the first forward"
         )

@@ -36,7 +36,7 @@ def test_an_optimizer_from_before_is_refused(rank: int, flag: bool, stepped: boo
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     if stepped:
-        _backward(net, rank)
+        _backward(net, 0)
         optimizer.step()
         optimizer.zero_grad()
     model = sharded(way, net, by_class(Block), optimize_backward_concat=flag)
