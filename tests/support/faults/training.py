@@ -147,6 +147,26 @@ def _resume_after_damage(run: Run, folder: Path) -> None:
     _resume(run, folder)
 
 
+def _save_after_rollback(run: Run, folder: Path) -> None:
+    """A run that went back from step 6 to step 1, whose bits step 6 has here, and those of step 5 nobody may
+    find."""
+    manager = checkpoint.CheckpointManager(folder, keep=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.save(run.step, run.model, run.optimizer, {"step": run.step})
+    if run.step == 1:
+        for number, step in ((5, 5), (6, 1)):
+            manager.save(number, run.model, run.optimizer, {"step": step})
+
+
+def _left_of_rollback(folder: Path) -> list[str]:
+    newest = max(path.name for path in folder.glob("step-*"))
+    others = [
+        path.name for path in folder.iterdir() if not path.name.startswith(("step-", "abandoned-step-"))
+    ]
+    return others + left_behind(folder / newest)
+
+
 def _left_of_run(folder: Path) -> list[str]:
     newest = max(path.name for path in folder.glob("step-*"))
     damaged = {path.name for path in folder.glob("damaged-step-*")}
@@ -158,6 +178,7 @@ WAYS = {
     "async": Way(_save_asynchronously),
     "fabric": Way(_save_with_fabric),
     "manager": Way(_save_step, _resume, _left_of_run, True),
+    "rollback": Way(_save_after_rollback, _resume, _left_of_rollback, True),
     "resume": Way(_resume_after_damage, _resume, _left_of_run, True),
 }
 """By name."""
