@@ -30,10 +30,10 @@ from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
-from flatfsdp.checkpoint.paths import local_path, path_of_all_ranks
 from flatfsdp.checkpoint.saving import save
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
+from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.shard_grad import plain
@@ -119,7 +119,8 @@ class CheckpointManager:
             Exception: whatever else `checkpoint.save` raises.
             Each error is raised on every rank.
         """
-        path_of_all_ranks(self.folder, *world_of(model))
+        world, device = world_of(model)
+        path_of_all_ranks(self.folder, [world], device)
         magnitudes = largest_magnitudes(model, optimizer)
         problem = self._problem(magnitudes, model)
         if problem is not None:
@@ -174,7 +175,7 @@ class CheckpointManager:
                 see `checkpoint.load`.
         """
         world, device = world_of(model)
-        path_of_all_ranks(self.folder, world, device)
+        path_of_all_ranks(self.folder, [world], device)
         with raising_on_all(model):
             # One rank looks, so that all try the same steps.
             steps = self._complete() if world.rank == 0 else []

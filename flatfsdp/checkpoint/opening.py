@@ -31,9 +31,9 @@ from flatfsdp.checkpoint.manifest import (
     save_id_of_manifest,
     save_ids_in,
 )
-from flatfsdp.checkpoint.paths import path_of_all_ranks
 from flatfsdp.checkpoint.reader import unpickled_metadata
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks
 
 
@@ -92,7 +92,7 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
         CheckpointError: if something cannot be read, or a rank does not see the folder.
         All of them are raised on every rank.
     """
-    folder = path_of_all_ranks(path, world, device)
+    folder = path_of_all_ranks(path, [world], device)
     sees = all_gather_object(folder.exists(), world, device)
     if any(sees) and not all(sees):
         # Before anything is called damaged: on that rank, files of the others would be missing.

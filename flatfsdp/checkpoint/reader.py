@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import METADATA
-from flatfsdp.checkpoint.paths import is_inside, local_path
+from flatfsdp.comm.paths import is_inside, local_path
 
 
 class Reader(dcp.FileSystemReader):

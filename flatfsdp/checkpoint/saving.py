@@ -18,11 +18,11 @@ from flatfsdp.checkpoint.averages import sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
 from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
 from flatfsdp.checkpoint.optimizer_state import merged_groups
-from flatfsdp.checkpoint.paths import path_of_all_ranks
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import begin, check_names, of_each_stage, raising_on_all, world_of
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.units import Model, named_groups
 
@@ -61,7 +61,8 @@ def save(
         All of them are raised on every rank, and the old checkpoint can still be loaded.
     """
     begin(model, Action.SAVE)
-    folder = path_of_all_ranks(path, *world_of(model))
+    world, device = world_of(model)
+    folder = path_of_all_ranks(path, [world], device)
     write(Writer(folder, overwrite=overwrite, extra=extra), model, optimizer, ema)
 
 

@@ -31,7 +31,7 @@ from flatfsdp.checkpoint.commit import commit, make_folder, sync_folder
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
 from flatfsdp.checkpoint.errors import reason
 from flatfsdp.checkpoint.manifest import METADATA, FileRecord, data_prefix
-from flatfsdp.checkpoint.paths import local_path
+from flatfsdp.comm.paths import local_path
 
 
 class Writer(dcp.FileSystemWriter):

@@ -16,6 +16,7 @@ from flatfsdp.compat.transformers import policy_of
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
+from tests.support.faults.kills import ALL, Kill, Kills
 from tests.support.ranks import on_ranks
 from tests.support.tape import taped
 
@@ -139,6 +140,52 @@ def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
         assert same(plain.state_dict(), whole.model.state_dict())
 
 
+@pytest.mark.parametrize("way", ["trainer", "trainer, same step"])
+def test_the_old_or_the_new_is_there_whenever_a_save_is_killed(way: str) -> None:
+    """Kills a save to another folder of the run, and to that of the checkpoint before."""
+    with Kills() as kills:
+        plan = Kill(way, True, ALL, 0)
+        events, digests = kills.operations(plan)
+        number = 1 if way == "trainer, same step" else 2
+        own = f"old/checkpoint-{number}"
+        inner = events[0].index(f"replace {own}/flatfsdp/.metadata") + 1
+        whole = events[0].index(f"close {own}/trainer_state.json") + 1
+        removal = next(n for n, name in enumerate(events[0], 1) if n > whole and name.startswith("unlink"))
+        for after in (2, inner, whole - 1, whole, removal + 1):
+            kills.kill(plan._replace(after=after), digests)
+        # Cut off in the middle of its last file, it is the old one's turn.
+        assert events[0][whole - 2].endswith("trainer_state.json")
+        assert (kills.count.old + kills.count.new, kills.count.wrong) == (5, [])
+        assert kills.count.old >= 2 and kills.count.new >= 2
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_a_kill_left_is_skipped(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size):
+        options = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, save_total_limit=1)
+        trainer = flat_trainer(FAMILIES["Llama"].build(), options)
+        trainer.train()
+        expected = trainer.model.state_dict()
+        if rank == 0:
+            (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-3")
+            for name in ("checkpoint-4", "checkpoint-9"):
+                (tmp_path / name).mkdir()
+            (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"cut off": ')
+        trainer.accelerator.wait_for_everyone()
+        for damaged in ("checkpoint-9", "nothing"):
+            resumed = flat_trainer(FAMILIES["Llama"].build(), options)
+            with pytest.raises(ValueError, match=f"{damaged} has no complete trainer_state.json"):
+                resumed.train(resume_from_checkpoint=str(tmp_path / damaged))
+        with pytest.raises(ValueError, match="ranks were given different paths"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / str(rank)))
+        options.max_steps = 6
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6 and not same(resumed.model.state_dict(), expected)
+        # It is not in the way of others, which it would outlive as the one of the highest number.
+        found = sorted(path.name for path in tmp_path.iterdir())
+        assert found == ["checkpoint-6", "unfinished-checkpoint-4", "unfinished-checkpoint-9"]
+
+
 @on_ranks(2)
 def test_fp8_with_checkpointing_and_generation_in_the_evaluation(
     rank: int, world_size: int, tmp_path: Path
@@ -243,6 +290,7 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
         with pytest.raises(ValueError, match="sharded already, and FlatArguments has fuse, precision"):
             flat_trainer(model, arguments(tmp_path), flat=flat_arguments(fuse=True, precision=Precision()))
         (tmp_path / "optimizer.pt").touch()
+        (tmp_path / "trainer_state.json").write_text("{}")
         trainer = flat_trainer(model, arguments(tmp_path, max_steps=1))
         with pytest.raises(ValueError, match="a checkpoint of plain Trainer"):
             trainer.train(resume_from_checkpoint=str(tmp_path))
@@ -251,6 +299,18 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
         assert halved.dtype == torch.bfloat16 and next(halved.parameters()).dtype == torch.float32
         with pytest.raises(NotImplementedError, match="a trainer for each trial"):
             trainer.hyperparameter_search()
+
+        with pytest.MonkeyPatch.context() as patch:
+            (tmp_path / "current").mkdir(exist_ok=True)
+            patch.chdir(tmp_path / "current")
+            for url in ("s3://bucket/run", "file:///bucket/run"):
+                with pytest.raises(ValueError, match="is a URL"):
+                    flat_trainer(FAMILIES["Llama"].build(), arguments(Path(url)))
+                with pytest.raises(ValueError, match="is a URL"):
+                    trainer.train(resume_from_checkpoint=url)
+                with pytest.raises(ValueError, match="is a URL"):
+                    trainer.save_model(url)
+            assert list(Path().iterdir()) == []
 
 
 @pytest.mark.parametrize("make", [lambda: flat_arguments(fp8_weights=True)])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flatfsdp.checkpoint.boxes import boxes
 from flatfsdp.checkpoint.commit import make_folder, sync_folder
+from flatfsdp.comm.paths import is_inside
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,12 +81,14 @@ def stored_in(folder: Path) -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: if the folder, its weights, or a file named in the index is missing.
-        ValueError: if the last save did not complete, a file is damaged or lacks a tensor of the index, or a
-            dtype is not supported.
+        ValueError: if the last save did not complete, a file is damaged or lacks a tensor of the index, the
+            index names a file outside of the folder, or a dtype is not supported.
     """
     if (folder / INDEX).exists():
         of_files: dict[str, set[str]] = {}
         for key, name in json.loads((folder / INDEX).read_text())["weight_map"].items():
+            if not is_inside(name):
+                raise ValueError(f"{folder / INDEX} names a file outside of the folder: {name!r}")
             of_files.setdefault(name, set()).add(key)
     elif (folder / ONE_FILE).exists():
         of_files = {ONE_FILE: set()}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
@@ -32,10 +34,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         # What abspath or resolve make of a URL.
         relative = text.removeprefix(f"{os.getcwd()}/")
     if _SCHEME.match(relative):
-        # The two slashes that `pathlib` has joined.
-        url = re.sub(":/+", "://", relative, count=1)
+        # `pathlib` has joined the two slashes.
+        url = relative if "://" in relative else relative.replace(":/", "://", 1)
         instead = (
-            f"pass it without the scheme: {'/' + url.partition('://')[2].lstrip('/')}"
+            f"pass it without the scheme: /{url.removeprefix('file:').lstrip('/')}"
             if url.startswith("file:")
             else "write to a disk, or mount the storage as a folder that all ranks see, and pass that folder"
         )
@@ -43,12 +45,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def path_of_all_ranks(path: str | os.PathLike[str], world: Ranks, device: torch.device) -> Path:
+def path_of_all_ranks(
+    path: str | os.PathLike[str], dimensions: Sequence[Ranks], device: torch.device
+) -> Path:
     """The local path that all ranks pass.  Collective.
 
     Args:
         path: the path on this rank.
-        world: ranks that have to pass the same.
+        dimensions: dimensions of the grid of ranks that have to pass the same.
         device: device to communicate on.
 
     Raises:
@@ -59,15 +63,18 @@ def path_of_all_ranks(path: str | os.PathLike[str], world: Ranks, device: torch.
         told = os.path.normpath(local_path(path)), None
     except (ValueError, TypeError, OSError) as error:
         told = str(path), error
-    said = all_gather_object(told, world, device)
-    for _, error in said:
+    said = {dist.get_rank() if dist.is_initialized() else 0: told}
+    for ranks in dimensions:
+        for theirs in all_gather_object(said, ranks, device):
+            said.update(theirs)
+    (first, (expected, _)), *_ = sorted(said.items())
+    for rank, (found, error) in sorted(said.items()):
         if error is not None:
             raise error
-    for rank, (other, _) in enumerate(said):
-        if other != said[0][0]:
+        if found != expected:
             raise ValueError(
-                f"ranks were given different paths: rank 0 {said[0][0]}, rank {rank} {other}; pass the same "
-                "path on all ranks"
+                f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}; pass the "
+                "same path on all ranks"
             )
     return Path(path)
 
