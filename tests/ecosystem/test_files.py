@@ -236,11 +236,15 @@ def test_a_save_that_fails_leaves_the_earlier_model(rank: int) -> None:
         with full, pytest.raises(OSError, match="No space left"):
             save_hf(other, folder, max_shard_size="20KB")
         assert_same_values(read(family, folder).state_dict(), first)
-        # A crash just before the last file is moved.
-        moves = mock.Mock(side_effect=[None, OSError("killed")])
-        crash = mock.patch(f"{place}.os.replace", moves)
-        with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
-            save_hf(other, folder)
+        # A crash before the last file is moved: one is replaced at once, several are recognisably incomplete.
+        for size in ("1GB", "20KB"):
+            moves = mock.Mock(side_effect=[None, OSError("killed")])
+            crash = mock.patch(f"{place}.os.replace", moves)
+            with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
+                save_hf(other, folder, max_shard_size=size)
+            if size == "1GB":
+                load_hf(model, folder)
+                assert_same_values(model.state_dict(), first)
         with pytest.raises(ValueError, match="a save that did not end; save to it again"):
             load_hf(model, folder)
         save_hf(other, folder)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,8 @@ from flatfsdp.compat.transformers import policy_of
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
-from tests.support.faults.kills import ALL, Kill, Kills
+from tests.support.faults.operations import watched
+from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
 from tests.support.tape import taped
 
@@ -140,23 +146,90 @@ def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
         assert same(plain.state_dict(), whole.model.state_dict())
 
 
-@pytest.mark.parametrize("way", ["trainer", "trainer, same step"])
-def test_the_old_or_the_new_is_there_whenever_a_save_is_killed(way: str) -> None:
-    """Kills a save to another folder of the run, and to that of the checkpoint before."""
-    with Kills() as kills:
-        plan = Kill(way, True, ALL, 0)
-        events, digests = kills.operations(plan)
-        number = 1 if way == "trainer, same step" else 2
-        own = f"old/checkpoint-{number}"
-        inner = events[0].index(f"replace {own}/flatfsdp/.metadata") + 1
-        whole = events[0].index(f"close {own}/trainer_state.json") + 1
-        removal = next(n for n, name in enumerate(events[0], 1) if n > whole and name.startswith("unlink"))
-        for after in (2, inner, whole - 1, whole, removal + 1):
-            kills.kill(plan._replace(after=after), digests)
-        # Cut off in the middle of its last file, it is the old one's turn.
-        assert events[0][whole - 2].endswith("trainer_state.json")
-        assert (kills.count.old + kills.count.new, kills.count.wrong) == (5, [])
-        assert kills.count.old >= 2 and kills.count.new >= 2
+@contextmanager
+def trainer_of(run: Run, folder: Path) -> Iterator[Any]:
+    """A trainer in the middle of a run, at its step."""
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState
+
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
+
+    args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
+    trainer = FlatTrainer(run.model, args, optimizers=(run.optimizer, schedule))
+    trainer.state.global_step, trainer.state.epoch = run.step, float(run.step)
+    yield trainer
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def killed(folder: Path, after: int, act: Callable[[], object]) -> bool:
+    """Acts in a process of its own, and kills it after so many operations on files in the folder.
+
+    Returns:
+        Whether there were so many.
+    """
+    process = os.fork()
+    if process == 0:
+        done = 0
+
+        def event(_: str) -> None:
+            nonlocal done
+            done += 1
+            if done == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with watched(folder, event):
+                act()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(process, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(tmp_path: Path, same_step: bool) -> None:
+    """A save to another folder of the run, and to that of the checkpoint before."""
+    old, events, found = tmp_path / "old", [], []
+    run = Run()
+    run.train()
+    with trainer_of(run, old) as trainer:
+        trainer._save_checkpoint(None, None)
+    digests = [run.digest()]
+    run.train()
+    digests.append(run.digest())
+
+    def save(folder: Path) -> None:
+        with trainer_of(run, folder) as trainer:
+            trainer.state.global_step = 1 if same_step else 2
+            trainer._save_checkpoint(None, None)
+
+    shutil.copytree(old, tmp_path / "whole")
+    with watched(tmp_path / "whole", events.append):
+        save(tmp_path / "whole")
+    # Of the many writes to one file, only the first; and every second operation of all.
+    cuts = [n for n, name in enumerate(events, 1) if n == 1 or name.split()[-1] != events[n - 2].split()[-1]]
+    for after in cuts[::2]:
+        folder = tmp_path / str(after)
+        shutil.copytree(old, folder)
+        assert killed(folder, after, lambda folder=folder: save(folder))
+        again = Run(seed=1)
+        with trainer_of(again, folder) as trainer:
+            path = trainer._to_resume_from(True)
+            trainer._load_from_checkpoint(path)
+            trainer._load_optimizer_and_scheduler(path)
+            again.step = int(json.loads(Path(path, "trainer_state.json").read_text())["epoch"])
+            assert Path(path, "rng_state.pth").exists()
+        found.append(digests.index(again.digest()))
+        save(folder)
+        left = [path.name for path in folder.iterdir() if not path.name.startswith("unfinished-")]
+        assert left == [f"checkpoint-{1 if same_step else 2}"]
+        assert len(list(folder.rglob("*.distcp"))) == 1 + len(
+            list(folder.glob("unfinished-*/flatfsdp/*.distcp"))
+        )
+    # First the old one, then the new one.
+    assert found == sorted(found) and set(found) == {0, 1}
 
 
 @on_ranks(2)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,42 +143,6 @@ def _left_of_accelerate(folder: Path) -> list[str]:
     return sorted(others) + left_behind(save / "flatfsdp-0")
 
 
-@contextmanager
-def _trainer(run: Run, folder: Path) -> Iterator[Any]:
-    import transformers
-
-    from flatfsdp.compat.transformers.trainer import FlatTrainer
-    from tests.support.ecosystem.launched import launched
-
-    with launched(dist.get_rank(), dist.get_world_size()):
-        args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=1)
-        schedule = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
-        yield FlatTrainer(run.model, args, optimizers=(run.optimizer, schedule))
-
-
-def _save_with_trainer(run: Run, folder: Path, number: int | None = None) -> None:
-    """As in the middle of `train`; `epoch` is the run's step, and `number` the trainer's, if another one."""
-    with _trainer(run, folder) as trainer:
-        trainer.state.global_step, trainer.state.epoch = number or run.step, float(run.step)
-        trainer._save_checkpoint(None, None)
-
-
-def _load_with_trainer(run: Run, folder: Path) -> None:
-    with _trainer(run, folder) as trainer:
-        path = trainer._to_resume_from(True)
-        trainer._load_from_checkpoint(path)
-        trainer._load_optimizer_and_scheduler(path)
-        # Ranks whose random numbers nobody has saved would go on with others.
-        assert Path(path, f"rng_state_{dist.get_rank()}.pth").exists()
-        run.step = int(json.loads(Path(path, "trainer_state.json").read_text())["epoch"])
-
-
-def _left_of_trainer(folder: Path) -> list[str]:
-    (newest,) = folder.glob("checkpoint-*")
-    others = {path.name for path in folder.iterdir() if not path.name.startswith("unfinished-")}
-    return sorted(others - {newest.name}) + left_behind(newest / "flatfsdp")
-
-
 # ---- the checkpoints of a run, of which the newest stays ------------------------------------------------
 
 
@@ -251,10 +212,6 @@ WAYS = {
     "async": Way(_save_asynchronously),
     "fabric": Way(_save_with_fabric),
     "accelerate": Way(_save_with_accelerate, _load_with_accelerate, _left_of_accelerate),
-    "trainer": Way(_save_with_trainer, _load_with_trainer, _left_of_trainer),
-    "trainer, same step": Way(
-        functools.partial(_save_with_trainer, number=1), _load_with_trainer, _left_of_trainer
-    ),
     "manager": Way(_save_step, _resume, _left_of_run, True),
     "rollback": Way(_save_after_rollback, _resume, _left_of_rollback, True),
     "resume": Way(_resume_after_damage, _resume, _left_of_run, True),

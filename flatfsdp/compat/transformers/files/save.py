@@ -39,7 +39,8 @@ def save_hf(
         tokenizer.save_pretrained("out")
 
     The first rank gathers and writes one unit after the other, so that no rank has more than one in memory.
-    The folder's earlier model stays readable until the new one is completely written.
+    The folder's earlier model stays readable until the new one is completely written.  Killed while several
+    new files are moved into place, it leaves a folder that `load_hf` refuses; one file is replaced at once.
 
     Args:
         model: a model of transformers; sharded in place, or wrapped.
