@@ -277,9 +277,10 @@ def main(
         redraw(out / "step.json")
         return told
 
+    # Before the folder is made: it refuses a URL.
+    checkpoints = CheckpointManager(out / "checkpoints", keep=keep)
     out.mkdir(parents=True, exist_ok=True)
     termination = Termination()
-    checkpoints = CheckpointManager(out / "checkpoints", keep=keep)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     resumed = checkpoints.resume(
         model.stages, optimizer, accept=("dtype", "surplus") if accept_changes else ()

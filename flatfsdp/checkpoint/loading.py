@@ -64,7 +64,7 @@ def load(
     Executes nothing of what it reads.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, the same on all ranks.
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer over all parameters of `model`; None leaves its state in the file.
         ema: an average of the weights of `model`, to be filled with the saved one.
@@ -80,9 +80,11 @@ def load(
     Raises:
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if a file is missing or damaged, or the save did not end.
-        CheckpointError: if something cannot be read, or reading it could run code.
-        ValueError: if model, optimizer or parameter groups are not those that were saved; for unknown values
-            in `accept`; if two stages have parameters of the same name.
+        CheckpointError: if something cannot be read, or reading it could run code; if a rank does not see the
+            folder.
+        ValueError: if the path is a URL, or ranks pass different ones; if model, optimizer or parameter
+            groups are not those that were saved; for unknown values in `accept`; if two stages have
+            parameters of the same name.
         All of them are raised on every rank, with nothing changed.  Only if memory runs out, or files become
         unreadable after their verification, may model and optimizer be loaded in part.
     """

@@ -4,19 +4,22 @@ In:   a folder with one subfolder for each saved step, such as `step-00000100`.
 Out:  the newest checkpoint that is whole, loaded; older ones removed.
 Next: `examples/pretrain_llama.py` saves and resumes with it.
 
-    step-00000100            a checkpoint, or the rest of an interrupted save
-    removed-step-00000100    the rest of an interrupted removal
-    damaged-step-00000100    a damaged checkpoint, put aside for inspection
+    step-00000100              a checkpoint, or the rest of an interrupted save
+    removed-step-00000100      the rest of an interrupted removal
+    damaged-step-00000100      a damaged checkpoint, put aside for inspection
+    abandoned-step-00000100    one that this run, saving an earlier step, did not go on from
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,22 +29,15 @@ from torch import Tensor
 from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
-from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
 from flatfsdp.checkpoint.saving import save
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
-from flatfsdp.comm.checking.identity import Action, Identity
-from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import raise_to_largest
-from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.objects import all_gather_object, broadcast_object
+from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import Model, named_groups, stages_of
-from flatfsdp.fp8.delayed_scaling import buffer_names
-
-AMAX_HISTORIES = tuple(buffer_names(direction)[1] for direction in ("forward", "backward"))
-"""Ends of the names of the buffers of delayed scaling."""
+from flatfsdp.engine.units import Model, named_groups
 
 
 class Resumed(NamedTuple):
@@ -70,18 +66,20 @@ class CheckpointManager:
     complete.
 
     Args:
-        folder: folder for this run alone; made by the first save.
+        folder: folder for this run alone, the same on all ranks; made by the first save.
         keep: number of checkpoints to keep.
 
     Raises:
-        ValueError: if `keep` is less than 1.
+        ValueError: if `keep` is less than 1; if `folder` is a URL.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; a run needs at least 1 checkpoint to go on from")
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self.keep = keep
+        # This rank's tensors that had no infinity when they were saved or resumed, by name.
+        self._finite: set[str] = set()
 
     def path(self, step: int) -> Path:
         """Folder of one step's checkpoint."""
@@ -98,8 +96,13 @@ class CheckpointManager:
     ) -> bool:
         """Saves one step, and removes checkpoints before the newest `keep`.
 
-        Refuses weights or optimizer states with a NaN or an infinity: no run could resume from them, and they
-        would replace a checkpoint from which one can.
+        Checkpoints of later steps are put aside first, with a warning: this run did not go on from them. It
+        was rolled back, or began anew in the folder of another run.  So `resume` finds what was saved last.
+
+        Refuses parameters and optimizer states with a NaN, or with an infinity where the checkpoint before
+        has none: no run could resume from them, and they would replace a checkpoint from which one can.  What
+        was infinite from the beginning, such as the bias of a token that is never chosen, is saved; so are
+        buffers, whatever they hold.
 
         Args:
             step: number of optimizer steps so far; a checkpoint of the same step is replaced.
@@ -109,15 +112,33 @@ class CheckpointManager:
             ema: an average of the weights of `model`.
 
         Returns:
-            Whether the step was saved; if not, a warning gives the reason.
+            Whether the step was saved; if not, a warning names a tensor with the reason.
+
+        Raises:
+            CheckpointError: if a rank could not write, or a later checkpoint cannot be put aside.
+            Exception: whatever else `checkpoint.save` raises.
+            Each error is raised on every rank.
         """
-        if not is_finite(model, optimizer):
-            _warn(
-                f"step {step} is not saved: its weights or optimizer states have NaN or infinite numbers; "
-                "the checkpoints before it stay"
-            )
+        world, device = world_of(model)
+        path_of_all_ranks(self.folder, [world], device)
+        magnitudes = largest_magnitudes(model, optimizer)
+        problem = self._problem(magnitudes, model)
+        if problem is not None:
+            _warn(f"step {step} is not saved: {problem}; the checkpoints before it stay")
             return False
+        with raising_on_all(model):
+            # Before the save, and the oldest first: whatever the moment of a kill, the newest checkpoint is
+            # the end of what was saved until then, or that from which this run went on.
+            later = [each for each in self._complete() if each > step] if _is_first() else []
+            aside = [_put_aside(self.path(each), "abandoned") for each in later]
+        if aside:
+            _warn(
+                f"{self.folder} has checkpoints of later steps than {step}, which is being saved: those of "
+                "another run, or of the time before this one was rolled back; they are put aside as "
+                f"{', '.join(path.name for path in aside)}; give each run a folder of its own"
+            )
         save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
+        self._finite = _without_infinity(magnitudes)
         # The others wait here, without a time limit, rather than in the next step.
         with raising_on_all(model), _never_fatal():
             if _is_first():
@@ -150,9 +171,11 @@ class CheckpointManager:
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.
             CheckpointError: if the folder or the newest checkpoint cannot be read.
-            ValueError: if model, optimizer or parameter groups do not fit, see `checkpoint.load`.
+            ValueError: if ranks have different folders; if model, optimizer or parameter groups do not fit,
+                see `checkpoint.load`.
         """
         world, device = world_of(model)
+        path_of_all_ranks(self.folder, [world], device)
         with raising_on_all(model):
             # One rank looks, so that all try the same steps.
             steps = self._complete() if world.rank == 0 else []
@@ -165,12 +188,27 @@ class CheckpointManager:
                 damage.append(error)
                 continue
             self._tidy(step, damage)
+            self._finite = _without_infinity(largest_magnitudes(model, optimizer))
             return Resumed(step, extra)
         if damage:
             raise DamagedCheckpoint(
                 f"all {len(damage)} checkpoints in {self.folder} are damaged; the newest: {damage[0]}"
             ) from damage[0]
         self._tidy(0, [])
+        self._finite = _without_infinity(largest_magnitudes(model, optimizer))
+        return None
+
+    def _problem(self, magnitudes: Mapping[str, float], model: Model) -> str | None:
+        """Says which tensor of which rank must not be saved; None if all may be.  Collective."""
+        found = [f"{name} has a NaN" for name, largest in magnitudes.items() if math.isnan(largest)]
+        found += [
+            f"{name} has an infinite number, and had none before"
+            for name, largest in magnitudes.items()
+            if math.isinf(largest) and name in self._finite
+        ]
+        for rank, theirs in enumerate(all_gather_object(found[:1], *world_of(model))):
+            if theirs:
+                return f"on rank {rank}, {theirs[0]}"
         return None
 
     # ---- files ------------------------------------------------------------------------------------------
@@ -193,20 +231,28 @@ class CheckpointManager:
             return
         for path in self.folder.glob("removed-step-*"):
             with _never_fatal():
-                shutil.rmtree(path)
+                _delete(path)
         for step, path in self._folders():
             with _never_fatal():
                 if not (path / METADATA).exists():
                     _remove_incomplete(path)
                 elif step > loaded:
-                    _put_aside(path)
+                    _put_aside(path, "damaged")
 
 
 def remove(path: Path) -> None:
     """Removes a checkpoint's folder; if interrupted, the rest is not taken for a checkpoint."""
     going = path.with_name(f"removed-{path.name}")
     path.rename(going)
-    shutil.rmtree(going)
+    _delete(going)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder, or a link to one: what it leads to may be somebody else's, and stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _remove_incomplete(path: Path) -> None:
@@ -216,17 +262,20 @@ def _remove_incomplete(path: Path) -> None:
     has_ended = TEMPORARY not in names and any(save_id_of_manifest(name) for name in names)
     if has_ended:
         _warn(f"{path} has lost its {METADATA} and cannot be loaded; it is put aside")
-        _put_aside(path)
+        _put_aside(path, "damaged")
     elif all(name == TEMPORARY or is_ours(name) for name in names):
-        shutil.rmtree(path)
+        _delete(path)
     else:
         _warn(f"{path} is no checkpoint and has other files in it; it is left alone")
 
 
-def _put_aside(path: Path) -> None:
-    aside = path.with_name(f"damaged-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
+def _put_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint's folder, or a link to one; those of earlier times stay."""
+    aside = path.with_name(f"{why}-{path.name}")
+    others = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
+    while os.path.lexists(aside):
+        aside = next(others)
+    return path.rename(aside)
 
 
 @contextmanager
@@ -239,34 +288,51 @@ def _never_fatal() -> Iterator[None]:
 
 
 @torch.no_grad()
-def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> bool:
-    """Whether all weights, buffers and optimizer states on all ranks are finite.  Collective over all ranks.
+def largest_magnitudes(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
+    """The largest magnitude in this rank's part of each parameter and optimizer state, by name.
+
+    It is NaN or infinite if one of the numbers is, and takes no memory to compute.
 
     Args:
         model: the model, or this rank's stages of a pipeline.
-        optimizer: optimizer whose states are checked, too; None checks the model alone.
+        optimizer: optimizer whose states are included; None: the parameters alone.
     """
-    masters = [group.master for _, group in named_groups(model)]
-    values = [master.flat.detach() for master in masters]
-    buffers = [named for stage in stages_of(model) for named in persistent_buffers(stage)]
-    # An infinite amax in a history is harmless: scales stay as they are.
-    values += [
-        buffer for name, buffer in buffers if buffer.is_floating_point() and not name.endswith(AMAX_HISTORIES)
-    ]
-    if optimizer is not None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        # `plain`, because a momentum that began as a gradient would take norms over all ranks.
-        values += [plain(each) for each in states if isinstance(each, Tensor) and each.is_floating_point()]
-    world, device = world_of(model)
-    # The largest magnitude is finite only if all numbers are, and takes no memory.
-    values = [each for each in values if each.numel()]
-    norms = torch._foreach_norm(values, torch.inf) if values else []
-    flags = [norm.isfinite().logical_not().to(device) for norm in norms]
-    bad = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
-    if world.size > 1:
-        with launch(world, Identity(Action.NORM), device):
-            raise_to_largest(bad, world)
-    return not bad.item()
+    named = {name: value for name, value in _parts(model, optimizer) if value.numel()}
+    if not named:
+        return {}
+    _, device = world_of(model)
+    norms = torch._foreach_norm([*named.values()], torch.inf)
+    # One copy to the host for all.
+    largest = torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist()
+    return dict(zip(named, largest, strict=True))
+
+
+def _without_infinity(magnitudes: Mapping[str, float]) -> set[str]:
+    return {name for name, largest in magnitudes.items() if not math.isinf(largest)}
+
+
+def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    for prefix, group in named_groups(model):
+        master, ranks = group.master, group.master.grid.shard
+        pieces = [
+            (prefix + piece.slot.name, piece.shard_offset, piece.shard_offset + piece.stop - piece.start)
+            for piece in master.layout.pieces(ranks.rank, ranks.size)
+        ]
+        flat = master.flat.detach()
+        yield from ((name, flat[start:stop]) for name, start, stop in pieces)
+        for parameter, first, last in master.portions if optimizer is not None else ():
+            own = [(name, start, stop) for name, start, stop in pieces if first <= start < last]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    continue
+                # `plain`, because a momentum that began as a gradient would take norms over all ranks.
+                value = plain(value)
+                if value.shape == parameter.shape:
+                    of_slots = value.reshape(-1)
+                    for name, start, stop in own:
+                        yield f"{key} of {name}", of_slots[start - first : stop - first]
+                elif own:
+                    yield f"{key} of {own[0][0]}", value
 
 
 def _is_first() -> bool:

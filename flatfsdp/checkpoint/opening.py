@@ -32,7 +32,8 @@ from flatfsdp.checkpoint.manifest import (
     save_ids_in,
 )
 from flatfsdp.checkpoint.reader import unpickled_metadata
-from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.objects import all_gather_object, broadcast_object
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks
 
 
@@ -85,12 +86,20 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
     """Reads everything except data files on one rank, for all.  Collective.
 
     Raises:
+        ValueError: if the path is a URL, or ranks pass different ones.
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if something is missing or damaged there.
-        CheckpointError: if something cannot be read.
+        CheckpointError: if something cannot be read, or a rank does not see the folder.
         All of them are raised on every rank.
     """
-    folder = Path(path)
+    folder = path_of_all_ranks(path, [world], device)
+    sees = all_gather_object(folder.exists(), world, device)
+    if any(sees) and not all(sees):
+        # Before anything is called damaged: on that rank, files of the others would be missing.
+        raise CheckpointError(
+            f"rank {sees.index(True)} sees {folder}, and rank {sees.index(False)} does not; load from "
+            "storage that all ranks share"
+        )
     contents: _Contents | Exception | None = None
     if world.rank == 0:
         try:

@@ -13,7 +13,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from enum import Enum
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import METADATA
+from flatfsdp.comm.paths import is_inside, local_path
 
 
 class Reader(dcp.FileSystemReader):
@@ -38,20 +39,22 @@ class Reader(dcp.FileSystemReader):
         metadata: contents of `.metadata`, if they have been read already.
 
     Raises:
+        ValueError: if the path is a URL.
         pickle.UnpicklingError: by `dcp.load`, inside its CheckpointException, if `.metadata` asks for more
             than data, or names files outside the folder.
         CheckpointError: likewise, for a value that `torch.load(weights_only=True)` refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
-        super().__init__(path)
+        super().__init__(local_path(path))
         self._metadata = metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts reading a checkpoint, perhaps another one."""
-        super().reset(checkpoint_id)
         if checkpoint_id is not None:
+            checkpoint_id = local_path(checkpoint_id)
             self._metadata = None
+        super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata, read without executing anything."""
@@ -110,18 +113,10 @@ def unpickled_metadata(data: bytes) -> Metadata:
     if not isinstance(metadata.storage_data, dict):
         raise pickle.UnpicklingError("it does not say which files its entries are in")
     for about in metadata.storage_data.values():
-        _require_inside(getattr(about, "relative_path", None))
+        name = getattr(about, "relative_path", None)
+        if not is_inside(name):
+            raise pickle.UnpicklingError(f"it names a file outside of the checkpoint's folder: {name!r}")
     return metadata
-
-
-def _require_inside(name: Any) -> None:
-    """Refuses names that lead out of the folder.
-
-    Raises:
-        pickle.UnpicklingError: unless `name` is that of a file in the folder, or in a folder in it.
-    """
-    if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-        raise pickle.UnpicklingError(f"it names a file outside of the checkpoint's folder: {name!r}")
 
 
 def _member(enumeration: type[Enum], name: str) -> Enum:

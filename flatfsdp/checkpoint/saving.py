@@ -19,9 +19,10 @@ from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
 from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
-from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
+from flatfsdp.checkpoint.stages import begin, check_names, of_each_stage, raising_on_all, world_of
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.units import Model, named_groups
 
@@ -41,7 +42,7 @@ def save(
     the new one.  Every file has a digest, which `load` verifies.
 
     Args:
-        path: folder of the checkpoint; made if it does not exist.
+        path: folder of the checkpoint, the same on all ranks; made if it does not exist.
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer over all parameters of `model`.
         ema: an average of the weights of `model`.
@@ -53,13 +54,16 @@ def save(
     Raises:
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
         RuntimeError: inside `EMA.averaged`, if an optimizer or an average is passed.
-        ValueError: if some units are spread over fewer ranks than others; if two stages have parameters of
-            the same name.
+        ValueError: if the path is a URL, or ranks pass different ones; if some units are spread over fewer
+            ranks than others; if two stages have parameters of the same name.
         TypeError: if `load` would refuse `extra`, an option of the optimizer, or the extra state of a module.
         CheckpointError: if a rank could not write, with the system's reason.
         All of them are raised on every rank, and the old checkpoint can still be loaded.
     """
-    write(Writer(path, overwrite=overwrite, extra=extra), model, optimizer, ema)
+    begin(model, Action.SAVE)
+    world, device = world_of(model)
+    folder = path_of_all_ranks(path, [world], device)
+    write(Writer(folder, overwrite=overwrite, extra=extra), model, optimizer, ema)
 
 
 def write(

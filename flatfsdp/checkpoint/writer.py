@@ -31,6 +31,7 @@ from flatfsdp.checkpoint.commit import commit, make_folder, sync_folder
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
 from flatfsdp.checkpoint.errors import reason
 from flatfsdp.checkpoint.manifest import METADATA, FileRecord, data_prefix
+from flatfsdp.comm.paths import local_path
 
 
 class Writer(dcp.FileSystemWriter):
@@ -51,6 +52,7 @@ class Writer(dcp.FileSystemWriter):
             refuses.
 
     Raises:
+        ValueError: if the path is a URL.
         FileExistsError: by `dcp.save`, inside its CheckpointException, if the folder holds a checkpoint.
         TypeError: likewise, if `extra` is refused.
     """
@@ -63,7 +65,7 @@ class Writer(dcp.FileSystemWriter):
         extra: Mapping[str, Any] | None = None,
         weights_only: bool = True,
     ) -> None:
-        super().__init__(path, overwrite=overwrite)
+        super().__init__(local_path(path), overwrite=overwrite)
         self.fs = _DigestingFileSystem()
         self._is_coordinator = False
         self._written: list[Path] = []
@@ -183,6 +185,10 @@ class _DigestingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.files: list[DigestingFile] = []
+
+    def init_path(self, path: str | os.PathLike[str]) -> Path:
+        """The folder of a save; `dcp.save` may pass another one than the constructor."""
+        return local_path(path)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:

@@ -22,6 +22,7 @@ from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
 from flatfsdp.cli.verify_model import ModelReport, model_job, verify_model_on_rank
 from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
+from flatfsdp.comm.paths import local_path
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training import options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
@@ -151,6 +152,7 @@ def verify(
     """
     if model is not None or batches is not None:
         with usage_errors():
+            local_path(out)
             job = model_job(given(context))
             launch = Launch(ranks, device, deterministic=True)
         with reported_failures():
@@ -288,7 +290,7 @@ app.command()(plan)
 def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
     """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
     settings.sampler()
-    out.mkdir(parents=True, exist_ok=True)
+    local_path(out).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
+from flatfsdp.comm.paths import local_path
+
 PresetName = Literal["tiny", "debug", "1b", "8b", "70b"]
 
 
@@ -48,9 +50,10 @@ class LlamaConfig:
         """Reads a JSON object with these fields.
 
         Raises:
-            ValueError: if a size is missing, a name is unknown, or a value is not a number.
+            ValueError: if a size is missing, a name is unknown, or a value is not a number; if the path is a
+                URL.
         """
-        found = json.loads(path.read_text())
+        found = json.loads(local_path(path).read_text())
         names = {field.name: field.default is MISSING for field in fields(LlamaConfig)}
         if not isinstance(found, dict):
             raise ValueError(f"{path} is no JSON object; it must be one with {', '.join(names)}")

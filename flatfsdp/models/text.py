@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flatfsdp.comm.paths import local_path
+
 STDLIB_LIMIT = 8 * 2**20
 PATH_LIMIT = 64 * 2**20
 
@@ -81,11 +83,13 @@ def load_corpus(path: Path | None) -> Corpus:
 
     Raises:
         DataError: if there is nothing to read, or it cannot be read.
+        ValueError: if the path is a URL.
     """
     if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
         sources = (file for file in _files(folder, _SKIPPED_FOLDERS) if file.suffix == ".py")
         return Corpus(_read(sources, STDLIB_LIMIT), "the Python standard library")
+    path = local_path(path)
     if path.is_dir():
         return Corpus(_read(_files(path, frozenset()), PATH_LIMIT), str(path))
     if not path.exists():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from flatfsdp.comm.paths import local_path
 from flatfsdp.fp8 import BlockScaling, Recipe
 
 DIVISORS = (
@@ -112,9 +113,10 @@ class Machine:
         """Reads a JSON object with numbers that differ from the default machine's.
 
         Raises:
-            ValueError: if it is not such an object, or has a name that is not a number of a `Machine`.
+            ValueError: if it is not such an object, or has a name that is not a number of a `Machine`; if the
+                path is a URL.
         """
-        found = json.loads(path.read_text())
+        found = json.loads(local_path(path).read_text())
         if not isinstance(found, dict):
             raise ValueError(f'{path} is no JSON object; it must be one, such as {{"bf16_flops": 690e12}}')
         names = [field.name for field in fields(Machine)]

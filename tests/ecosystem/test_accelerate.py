@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,6 +21,7 @@ from flatfsdp.contract.claimed import is_unit
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.launched import launched
+from tests.support.faults.kills import ALL, Kill, Kills
 from tests.support.models import VOCAB, Block, Net
 from tests.support.ranks import on_ranks
 
@@ -177,7 +179,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
 
             run_steps(program, 0, stop_after=1)
             accelerator.save_state(folder / "between")
-            (folder / "between" / f"random_states_{rank}.pkl").unlink()
+            next((folder / "between").glob(f"save-*/random_states_{rank}.pkl")).unlink()
             accelerator.step = 0
             accelerator.load_state(folder / "between")
             assert accelerator.step == 1
@@ -185,9 +187,22 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             (folder / "later" / "flatfsdp.json").unlink(missing_ok=True)
             with pytest.raises(ValueError, match="stopped before its end"):
                 accelerator.load_state(folder / "later")
-            with pytest.raises(ValueError, match="different folders"):
+            with pytest.raises(ValueError, match="different paths"):
                 accelerator.save_state(folder / str(rank))
             assert list(folder.glob("[01]")) == []
+
+
+def test_the_old_or_the_new_is_there_whenever_a_save_is_killed() -> None:
+    """Kills `save_state` into the folder of the save before, in its parts and around the rename."""
+    with Kills() as kills:
+        plan = Kill("accelerate", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        inner = events[0].index("replace old/save-id/flatfsdp-0/.metadata") + 1
+        commit = events[0].index("replace old/flatfsdp.json") + 1
+        removal = next(n for n, name in enumerate(events[0], 1) if n > commit and name.startswith("unlink"))
+        for after in (1, inner, commit - 1, commit, removal):
+            kills.kill(plan._replace(after=after), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (3, 2, [])
 
 
 @on_ranks(2)
@@ -195,7 +210,7 @@ def test_checkpoints_with_names_of_their_own(rank: int, world_size: int) -> None
     from accelerate.utils import ProjectConfiguration
 
     with shared_folder() as folder, launched(rank, world_size):
-        configuration = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        configuration = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = flat_accelerator(project_config=configuration)
         program = begin(accelerator, shuffle=False)
         accelerator.register_for_checkpointing(schedule := program.scheduler.scheduler)
@@ -206,11 +221,25 @@ def test_checkpoints_with_names_of_their_own(rank: int, world_size: int) -> None
             states.append(accelerator.get_state_dict(program.model))
             epochs.append(schedule.last_epoch)
         dist.barrier()
+        # As a kill leaves it.
         (folder / "checkpoints" / "checkpoint_1" / "flatfsdp.json").unlink(missing_ok=True)
         accelerator.load_state()
         found = accelerator.get_state_dict(program.model)
         assert all(map(torch.equal, found.values(), states[0].values()))
         assert schedule.last_epoch == epochs[0]
+
+        # The next saves take the place of what was not completed, then of the oldest, and of no whole one.
+        for number, left in ((1, [0, 1]), (2, [1, 2])):
+            configuration.iteration = number
+            accelerator.save_state()
+            dist.barrier()
+            kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+            assert kept == [f"checkpoint_{each}" for each in left]
+            assert all(len(list((folder / "checkpoints" / name).glob("save-*"))) == 1 for name in kept)
+            dist.barrier()
+        configuration.iteration = 2
+        with pytest.raises(ValueError, match="checkpoint_2 holds a checkpoint; set project_configuration"):
+            accelerator.save_state()
 
 
 @needs_transformers
@@ -377,6 +406,32 @@ def test_what_cannot_be_right_raises_on_all_ranks(rank: int, world_size: int) ->
         accelerator.prepare(torch.optim.SGD(alone.parameters(), lr=0.1))
         with pytest.raises(ValueError, match=r"give accelerator\.prepare the model, too"):
             accelerator.save_state(folder)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "file:///bucket/run"])
+@on_ranks(2)
+def test_urls_never_become_folders(rank: int, world_size: int, url: str, tmp_path: Path) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    with launched(rank, world_size), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        named = flat_accelerator(project_config=ProjectConfiguration(url, automatic_checkpoint_naming=True))
+        for accelerator in (flat_accelerator(), named):
+            # Also without a sharded model.
+            for model in (nn.Linear(2, 2).requires_grad_(False), Net(blocks=1)):
+                model = accelerator.prepare(model)
+                with pytest.raises(ValueError, match="is a URL"):
+                    accelerator.save_state(url)
+                with pytest.raises(ValueError, match="is a URL"):
+                    accelerator.load_state(url)
+                with pytest.raises(ValueError, match="is a URL"):
+                    accelerator.save_model(model, url)
+                with pytest.raises(ValueError, match="is a URL"):
+                    accelerator.save({}, url)
+        # One rank is enough; the other one hears of it.
+        with pytest.raises(ValueError, match="is a URL"):
+            accelerator.save_model(model, url if rank else "here")
+        assert list(tmp_path.iterdir()) == []
 
 
 REFUSED = {

@@ -140,15 +140,31 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
                 family.build().save_pretrained(folder / f"of rank {each}", max_shard_size="20KB")
         dist.barrier()
         own = folder / f"of rank {rank}"
+        with pytest.raises(ValueError, match=r"ranks were given different paths: rank 0 .*of rank 0, rank 1"):
+            load_hf(model, own)
+        with pytest.raises(ValueError, match=r"ranks were given different paths"):
+            save_hf(model, own)
         path = next(own.glob("*.safetensors"))
-        if rank == 1:
-            path.write_bytes(path.read_bytes()[:-8])
-        with pytest.raises(ValueError, match=r"safetensors is damaged"):
-            load_hf(model, own)
-        if rank == 1:
-            path.unlink()
-        with pytest.raises(FileNotFoundError):
-            load_hf(model, own)
+        with pytest.MonkeyPatch.context() as patch:
+            # The same path, on disks of their own.
+            patch.chdir(own)
+            if rank == 1:
+                path.write_bytes(path.read_bytes()[:-8])
+            with pytest.raises(ValueError, match=r"safetensors is damaged"):
+                load_hf(model, "")
+            if rank == 1:
+                path.unlink()
+            with pytest.raises(FileNotFoundError):
+                load_hf(model, "")
+            for url in ("s3://bucket/model", "file:///model"):
+                for given in (url, Path(url)):
+                    with pytest.raises(ValueError, match="is a URL"):
+                        load_hf(model, given)
+                    with pytest.raises(ValueError, match="is a URL"):
+                        save_hf(model, given)
+                with pytest.raises((ValueError, RuntimeError), match="is a URL"):
+                    model.save_pretrained(url)
+            assert not any(each.is_dir() for each in own.iterdir())
         with pytest.raises(FileNotFoundError, match=r"there is no folder .*snapshot_download"):
             load_hf(model, folder / "nothing")
     for each in (family.build(), model.model):
@@ -158,6 +174,27 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
         save_hf(model, "nowhere", dtype=torch.int8)
     with model.summon_full_params(), pytest.raises(RuntimeError, match="inside summon_full_params"):
         save_hf(model, "nowhere")
+    assert_same_values(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("place", ["../outside/{}", "{root}/outside/{}", "below/../../outside/{}"])
+@on_ranks(2)
+def test_files_outside_of_the_folder_are_not_read(rank: int, tmp_path: Path, place: str) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    before = model.state_dict()
+    inside = tmp_path / "inside"
+    if rank == 0:
+        trained(family).save_pretrained(inside, max_shard_size="20KB")
+        (tmp_path / "outside").mkdir()
+        index = json.loads((inside / "model.safetensors.index.json").read_text())
+        key, name = sorted(index["weight_map"].items())[-1]
+        (tmp_path / "outside" / name).write_bytes((inside / name).read_bytes())
+        index["weight_map"][key] = place.format(name, root=tmp_path)
+        (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"index\.json names a file outside of the folder: '.*outside/model"):
+        load_hf(model, inside)
     assert_same_values(model.state_dict(), before)
 
 
@@ -199,11 +236,15 @@ def test_a_save_that_fails_leaves_the_earlier_model(rank: int) -> None:
         with full, pytest.raises(OSError, match="No space left"):
             save_hf(other, folder, max_shard_size="20KB")
         assert_same_values(read(family, folder).state_dict(), first)
-        # A crash just before the last file is moved.
-        moves = mock.Mock(side_effect=[None, OSError("killed")])
-        crash = mock.patch(f"{place}.os.replace", moves)
-        with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
-            save_hf(other, folder)
+        # A crash before the last file is moved: one is replaced at once, several are recognisably incomplete.
+        for size in ("1GB", "20KB"):
+            moves = mock.Mock(side_effect=[None, OSError("killed")])
+            crash = mock.patch(f"{place}.os.replace", moves)
+            with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
+                save_hf(other, folder, max_shard_size=size)
+            if size == "1GB":
+                load_hf(model, folder)
+                assert_same_values(model.state_dict(), first)
         with pytest.raises(ValueError, match="a save that did not end; save to it again"):
             load_hf(model, folder)
         save_hf(other, folder)

@@ -206,6 +206,30 @@ class Inside(Program):
         shard(self.blocks[0])
 
 
+@pytest.mark.parametrize("url", ["memory://bucket/run", "file:///bucket/run"])
+@on_ranks(2)
+def test_urls_never_become_folders(rank: int, world_size: int, tmp_path: Path, url: str) -> None:
+    """`fit` raises before it trains, and not in its first save."""
+
+    def begin(**options: Any) -> Any:
+        return trainer(rank, world_size, tmp_path, STRATEGIES["units"](), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        module, saver = Program(), ModelCheckpoint(url)
+        with pytest.raises(ValueError, match="is a URL"):
+            begin(max_epochs=1, enable_checkpointing=True, callbacks=[saver]).fit(module, data())
+        assert module.seen == []
+        program = Program()
+        fitted = begin(max_epochs=1)
+        fitted.fit(program, data())
+        with pytest.raises(ValueError, match="is a URL"):
+            fitted.save_checkpoint(url)
+        with pytest.raises(ValueError, match="is a URL"):
+            begin().validate(Program(), data(1), ckpt_path=url)
+        assert not any(path.name.endswith(":") for path in tmp_path.rglob("*"))
+
+
 @on_ranks(2)
 def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     def fit(module: Program, strategy: Any = None, **options: Any) -> Any:

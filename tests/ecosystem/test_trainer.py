@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,8 @@ from flatfsdp.compat.transformers import policy_of
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
+from tests.support.faults.operations import watched
+from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
 from tests.support.tape import taped
 
@@ -139,6 +146,119 @@ def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
         assert same(plain.state_dict(), whole.model.state_dict())
 
 
+@contextmanager
+def trainer_of(run: Run, folder: Path) -> Iterator[Any]:
+    """A trainer in the middle of a run, at its step."""
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState
+
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
+
+    args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
+    trainer = FlatTrainer(run.model, args, optimizers=(run.optimizer, schedule))
+    trainer.state.global_step, trainer.state.epoch = run.step, float(run.step)
+    yield trainer
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def killed(folder: Path, after: int, act: Callable[[], object]) -> bool:
+    """Acts in a process of its own, and kills it after so many operations on files in the folder.
+
+    Returns:
+        Whether there were so many.
+    """
+    process = os.fork()
+    if process == 0:
+        done = 0
+
+        def event(_: str) -> None:
+            nonlocal done
+            done += 1
+            if done == after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with watched(folder, event):
+                act()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(process, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(tmp_path: Path, same_step: bool) -> None:
+    """A save to another folder of the run, and to that of the checkpoint before."""
+    old, events, found = tmp_path / "old", [], []
+    run = Run()
+    run.train()
+    with trainer_of(run, old) as trainer:
+        trainer._save_checkpoint(None, None)
+    digests = [run.digest()]
+    run.train()
+    digests.append(run.digest())
+
+    def save(folder: Path) -> None:
+        with trainer_of(run, folder) as trainer:
+            trainer.state.global_step = 1 if same_step else 2
+            trainer._save_checkpoint(None, None)
+
+    shutil.copytree(old, tmp_path / "whole")
+    with watched(tmp_path / "whole", events.append):
+        save(tmp_path / "whole")
+    # Of the many writes to one file, only the first; and every second operation of all.
+    cuts = [n for n, name in enumerate(events, 1) if n == 1 or name.split()[-1] != events[n - 2].split()[-1]]
+    for after in cuts[::2]:
+        folder = tmp_path / str(after)
+        shutil.copytree(old, folder)
+        assert killed(folder, after, lambda folder=folder: save(folder))
+        again = Run(seed=1)
+        with trainer_of(again, folder) as trainer:
+            path = trainer._to_resume_from(True)
+            trainer._load_from_checkpoint(path)
+            trainer._load_optimizer_and_scheduler(path)
+            again.step = int(json.loads(Path(path, "trainer_state.json").read_text())["epoch"])
+            assert Path(path, "rng_state.pth").exists()
+        found.append(digests.index(again.digest()))
+        save(folder)
+        left = [path.name for path in folder.iterdir() if not path.name.startswith("unfinished-")]
+        assert left == [f"checkpoint-{1 if same_step else 2}"]
+        assert len(list(folder.rglob("*.distcp"))) == 1 + len(
+            list(folder.glob("unfinished-*/flatfsdp/*.distcp"))
+        )
+    # First the old one, then the new one.
+    assert found == sorted(found) and set(found) == {0, 1}
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_a_kill_left_is_skipped(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size):
+        options = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, save_total_limit=1)
+        trainer = flat_trainer(FAMILIES["Llama"].build(), options)
+        trainer.train()
+        expected = trainer.model.state_dict()
+        if rank == 0:
+            (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-3")
+            for name in ("checkpoint-4", "checkpoint-9"):
+                (tmp_path / name).mkdir()
+            (tmp_path / "checkpoint-9" / "trainer_state.json").write_text('{"cut off": ')
+        trainer.accelerator.wait_for_everyone()
+        for damaged in ("checkpoint-9", "nothing"):
+            resumed = flat_trainer(FAMILIES["Llama"].build(), options)
+            with pytest.raises(ValueError, match=f"{damaged} has no complete trainer_state.json"):
+                resumed.train(resume_from_checkpoint=str(tmp_path / damaged))
+        with pytest.raises(ValueError, match="ranks were given different paths"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / str(rank)))
+        options.max_steps = 6
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6 and not same(resumed.model.state_dict(), expected)
+        # It is not in the way of others, which it would outlive as the one of the highest number.
+        found = sorted(path.name for path in tmp_path.iterdir())
+        assert found == ["checkpoint-6", "unfinished-checkpoint-4", "unfinished-checkpoint-9"]
+
+
 @on_ranks(2)
 def test_fp8_with_checkpointing_and_generation_in_the_evaluation(
     rank: int, world_size: int, tmp_path: Path
@@ -243,6 +363,7 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
         with pytest.raises(ValueError, match="sharded already, and FlatArguments has fuse, precision"):
             flat_trainer(model, arguments(tmp_path), flat=flat_arguments(fuse=True, precision=Precision()))
         (tmp_path / "optimizer.pt").touch()
+        (tmp_path / "trainer_state.json").write_text("{}")
         trainer = flat_trainer(model, arguments(tmp_path, max_steps=1))
         with pytest.raises(ValueError, match="a checkpoint of plain Trainer"):
             trainer.train(resume_from_checkpoint=str(tmp_path))
@@ -251,6 +372,18 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
         assert halved.dtype == torch.bfloat16 and next(halved.parameters()).dtype == torch.float32
         with pytest.raises(NotImplementedError, match="a trainer for each trial"):
             trainer.hyperparameter_search()
+
+        with pytest.MonkeyPatch.context() as patch:
+            (tmp_path / "current").mkdir(exist_ok=True)
+            patch.chdir(tmp_path / "current")
+            for url in ("s3://bucket/run", "file:///bucket/run"):
+                with pytest.raises(ValueError, match="is a URL"):
+                    flat_trainer(FAMILIES["Llama"].build(), arguments(Path(url)))
+                with pytest.raises(ValueError, match="is a URL"):
+                    trainer.train(resume_from_checkpoint=url)
+                with pytest.raises(ValueError, match="is a URL"):
+                    trainer.save_model(url)
+            assert list(Path().iterdir()) == []
 
 
 @pytest.mark.parametrize("make", [lambda: flat_arguments(fp8_weights=True)])

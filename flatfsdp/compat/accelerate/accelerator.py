@@ -30,7 +30,8 @@ from flatfsdp import checkpoint
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.meeting import meet
-from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.accelerate import states
 from flatfsdp.compat.accelerate.apart import apart
@@ -258,8 +259,26 @@ class FlatAccelerator(Accelerator):
         return apart(super().get_state_dict(model, unwrap))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Saves as Accelerator does; tensors gathered into one buffer are not mistaken for tied ones."""
-        super().save(apart(obj) if safe_serialization else obj, f, safe_serialization)
+        """Saves as Accelerator does; tensors gathered into one buffer are not mistaken for tied ones.
+
+        Raises:
+            ValueError: if `f` is a URL.
+        """
+        super().save(apart(obj) if safe_serialization else obj, local_path(f), safe_serialization)
+
+    def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], **options: Any) -> None:
+        """Saves as Accelerator does.  Collective.
+
+        Args:
+            model: sharded or not.
+            save_directory: the same on all ranks.
+            options: further options of Accelerator.
+
+        Raises:
+            ValueError: if the folder is a URL, or ranks pass different ones.
+        """
+        folder = self._same_folder(save_directory, "save_model") if is_unit(model) else save_directory
+        super().save_model(model, str(local_path(folder)), **options)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
@@ -272,10 +291,11 @@ class FlatAccelerator(Accelerator):
         """Saves as Accelerator does, with sharded models and optimizers in `flatfsdp.checkpoint`'s format.
 
         Collective.  Any number of ranks can load the result; random-number states are restored only for as
-        many ranks as saved them.
+        many ranks as saved them.  The folder's earlier save can be loaded until the new one is complete.
 
         Args:
-            output_dir: the same on all ranks, in a file system that all ranks share.
+            output_dir: the same on all ranks, in a file system that all ranks share.  With automatic names it
+                is ignored, as by Accelerator.
             safe_serialization: whether plain models are saved as safetensors.
             options: further options of Accelerator.
 
@@ -283,25 +303,42 @@ class FlatAccelerator(Accelerator):
             The folder.
 
         Raises:
-            ValueError: if ranks pass different folders; if a model has several optimizers, or one optimizer
-                has several models.
+            ValueError: if ranks pass different folders, or a URL; if an automatically named one holds a
+                checkpoint; if a model has several optimizers, or one optimizer has several models.
             CheckpointError: if a rank could not write.
             Each error is raised on every rank.
         """
         saved = self._saved()
+        naming = self.project_configuration
+        if naming.automatic_checkpoint_naming:
+            output_dir = local_path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
         if not saved:
-            return super().save_state(output_dir, safe_serialization, **options)
-        self._require_same_folder(output_dir, "save_state")
-        with raising_on_all(saved[0].model):
-            if output_dir is not None and self.is_main_process:
-                states.unmark(Path(output_dir))
-        with raising_on_all(saved[0].model), self._without_sharded():
-            folder = Path(super().save_state(output_dir, safe_serialization, **options))
-        for number, (model, optimizer) in enumerate(saved):
-            checkpoint.save(states.checkpoint_of(folder, number), model, optimizer, overwrite=True)
-        with raising_on_all(saved[0].model):
+            return super().save_state(_checked(output_dir), safe_serialization, **options)
+        first = saved[0].model
+        folder = self._same_folder(output_dir, "save_state")
+        with raising_on_all(first):
+            if naming.automatic_checkpoint_naming and states.is_marked(folder):
+                raise ValueError(
+                    f"{folder} holds a checkpoint; set project_configuration.iteration to the number of the "
+                    "next one"
+                )
+            name = states.begin_save(folder) if self.is_main_process else ""
+        name = broadcast_object(name, *_all_ranks(first))
+        try:
+            with raising_on_all(first), self._without_sharded(), _without_names(naming):
+                super().save_state(str(folder / name), safe_serialization, **options)
+            for number, (model, optimizer) in enumerate(saved):
+                checkpoint.save(states.checkpoint_of(folder / name, number), model, optimizer)
+            with raising_on_all(first):
+                if self.is_main_process:
+                    states.end_save(folder, states.Mark(name, len(saved), self.num_processes, self.step))
+        except Exception:
             if self.is_main_process:
-                states.mark(folder, states.Mark(len(saved), self.num_processes, self.step))
+                states.discard_save(folder, name)
+            raise
+        # After the save: until it is complete, the oldest may be the only one.
+        if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
+            states.remove_others(folder, naming.total_limit)
         return folder
 
     def load_state(
@@ -318,17 +355,22 @@ class FlatAccelerator(Accelerator):
             options: further options of Accelerator.
 
         Raises:
-            ValueError: if the save did not complete, or it does not hold what was prepared.
+            ValueError: if no save into the folder was completed, or it does not hold what was prepared; if
+                ranks pass different folders, or a URL.
             DamagedCheckpoint: if the contents are not what was written.
             Each error is raised on every rank.
         """
         saved = self._saved()
         if not saved:
-            super().load_state(input_dir, load_kwargs, **options)
+            if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+                local_path(self.project_dir)
+            super().load_state(_checked(input_dir), load_kwargs, **options)
             return
-        self._require_same_folder(input_dir, "load_state")
+        self._meet(saved[0].model, "load_state")
         with raising_on_all(saved[0].model):
-            folder = self._folder_to_load(input_dir)
+            input_dir = self._folder_to_load(input_dir)
+        folder = self._same_folder(input_dir, "load_state")
+        with raising_on_all(saved[0].model):
             mark = states.mark_of(folder, len(saved))
         if mark.ranks != self.num_processes and self.is_main_process:
             warnings.warn(
@@ -337,9 +379,9 @@ class FlatAccelerator(Accelerator):
                 stacklevel=2,
             )
         for number, (model, optimizer) in enumerate(saved):
-            checkpoint.load(states.checkpoint_of(folder, number), model, optimizer)
+            checkpoint.load(states.checkpoint_of(folder / mark.save, number), model, optimizer)
         with raising_on_all(saved[0].model), self._without_sharded():
-            super().load_state(str(folder), load_kwargs, **options)
+            super().load_state(str(folder / mark.save), load_kwargs, **options)
         # Ranks beyond the number that saved have no file with their step.
         self.step = mark.step
 
@@ -391,19 +433,37 @@ class FlatAccelerator(Accelerator):
         meet(world, doing, model.fsdp_state.policy.rank_timeout)
         return world, device
 
-    def _require_same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> None:
-        """Checks that all ranks pass the same folder.
+    def _same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
+        """The folder that all ranks pass.
 
         Raises:
-            ValueError: if their folders differ; on all ranks.
-                RuntimeError: if other ranks are not about to do the same.
+            ValueError: if their folders differ, or one is a URL; on all ranks.
+            RuntimeError: if other ranks are not about to do the same.
         """
+        if folder is None:
+            raise ValueError(f"{doing} needs a folder, as automatic_checkpoint_naming is off")
         world, device = self._meet(self._sharded[0], doing)
-        said = all_gather_object(None if folder is None else os.fspath(folder), world, device)
-        if any(each != said[0] for each in said):
-            raise ValueError(
-                f"ranks have different folders, {', '.join(map(str, dict.fromkeys(said)))}; pass one"
-            )
+        return path_of_all_ranks(os.path.expanduser(folder), [world], device)
+
+
+def _all_ranks(model: Any) -> tuple[list[Ranks], torch.device]:
+    world, device = world_of(model)
+    return [world], device
+
+
+def _checked(folder: str | os.PathLike[str] | None) -> str | None:
+    """A folder for Accelerator's own methods, which is local."""
+    return None if folder is None else str(local_path(folder))
+
+
+@contextmanager
+def _without_names(naming: Any) -> Iterator[None]:
+    """Context in which Accelerator saves to the folder it is given."""
+    before, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        naming.automatic_checkpoint_naming = before
 
 
 def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:

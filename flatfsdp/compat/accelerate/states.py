@@ -1,13 +1,20 @@
-"""The files that `FlatAccelerator.save_state` writes beside Accelerate's own.
+"""The folder that `FlatAccelerator.save_state` writes.
 
-flatfsdp-0/      the first sharded model and its optimizer, as `flatfsdp.checkpoint` writes them
-flatfsdp.json    written last, so that an interrupted save is not mistaken for a complete one
+flatfsdp.json           names the save that is the folder's; replaced by one rename when a save is complete
+save-<id>/              everything of one save: Accelerate's own files, and
+save-<id>/flatfsdp-0/   the first sharded model and its optimizer, as `flatfsdp.checkpoint` writes them
+
+The one before is removed after the rename, so that the folder holds a whole save at any moment.  Other files
+in it are left alone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,21 +22,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flatfsdp.checkpoint.commit import make_folder, sync_folder
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.units import named_groups
 
 _MARK = "flatfsdp.json"
+_SAVE = re.compile("save-[0-9a-f]{12}")
 
 
 class Mark(NamedTuple):
     """Metadata of a complete save.
 
     Attributes:
+        save: name of its folder.
         models: number of sharded models.
         ranks: number of ranks that saved.
         step: Accelerate's count of microbatches, from which it derives the last one of a step.
     """
 
+    save: str
     models: int
     ranks: int
     step: int
@@ -98,19 +109,60 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def checkpoint_of(folder: Path, number: int) -> Path:
+def checkpoint_of(place: Path, number: int) -> Path:
     """The folder of a model and its optimizer; `number` counts the prepared models."""
-    return folder / f"flatfsdp-{number}"
+    return place / f"flatfsdp-{number}"
 
 
-def mark(folder: Path, value: Mark) -> None:
-    """Marks the folder as a complete save."""
-    (folder / _MARK).write_text(json.dumps(value._asdict()))
+def begin_save(folder: Path) -> str:
+    """Makes the folder of a new save; returns its name."""
+    name = f"save-{uuid.uuid4().hex[:12]}"
+    make_folder(folder / name)
+    return name
 
 
-def unmark(folder: Path) -> None:
-    """Removes the mark before the folder changes."""
-    (folder / _MARK).unlink(missing_ok=True)
+def end_save(folder: Path, mark: Mark) -> None:
+    """Makes a complete save the folder's, and removes earlier ones and what killed ones have left.
+
+    Raises:
+        OSError: if it cannot; the earlier save stays the folder's then.
+    """
+    # Accelerate's own files; `flatfsdp.checkpoint` has brought its own to the disk.
+    for path in (folder / mark.save).iterdir():
+        if path.is_file():
+            with open(path, "rb") as written:
+                os.fsync(written.fileno())
+    sync_folder(folder / mark.save)
+    temporary = folder / f"{_MARK}.tmp"
+    with open(temporary, "w") as file:
+        json.dump(mark._asdict(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / _MARK)
+    sync_folder(folder)
+    for path in folder.iterdir():
+        if _SAVE.fullmatch(path.name) and path.name != mark.save:
+            # What stays is removed by the next save.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def discard_save(folder: Path, name: str) -> None:
+    """Removes what a failed save has written."""
+    shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def remove_others(saved: Path, limit: int) -> None:
+    """Removes automatically named checkpoints beside the one just saved, until `limit` are left.
+
+    Those whose save did not complete go first, then the oldest.
+    """
+    others = sorted(
+        (is_marked(path), number, path) for number, path in _numbered(saved.parent) if path != saved
+    )
+    for _, _, path in others[: max(0, len(others) + 1 - limit)]:
+        # First of all, so that an interruption leaves none that looks complete.
+        (path / _MARK).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_marked(folder: Path) -> bool:
@@ -119,7 +171,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def mark_of(folder: Path, models: int) -> Mark:
-    """The metadata that a complete save has left.
+    """The metadata of the folder's save.
 
     Args:
         folder: the folder.
@@ -133,7 +185,13 @@ def mark_of(folder: Path, models: int) -> Mark:
             f"{folder} has no {_MARK}: it was not written by FlatAccelerator.save_state, or that was stopped "
             "before its end"
         )
-    found = Mark(**json.loads((folder / _MARK).read_text()))
+    try:
+        found = Mark(**json.loads((folder / _MARK).read_text()))
+        is_ours = bool(_SAVE.fullmatch(found.save))
+    except (ValueError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(f"{folder / _MARK} does not hold what was written there; load another checkpoint")
     if found.models != models:
         raise ValueError(f"{folder} has {found.models} sharded models, and {models} have been prepared")
     return found
@@ -145,8 +203,12 @@ def newest(folder: Path) -> Path:
     Raises:
         ValueError: if there is none.
     """
-    named = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*"))
-    ended = [(int(match[1]), path) for match, path in named if match and is_marked(path)]
+    ended = [(number, path) for number, path in _numbered(folder) if is_marked(path)]
     if not ended:
         raise ValueError(f"{folder} has no checkpoint that FlatAccelerator.save_state has completed")
     return max(ended)[1]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    named = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*"))
+    return [(int(match[1]), path) for match, path in named if match]

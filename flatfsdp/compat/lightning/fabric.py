@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.methods import UnitMethods
@@ -149,7 +149,8 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Raises:
             NotImplementedError: with storage_options or a filter.
-            ValueError: unless `state` has one model, and at most one optimizer and one EMA.
+            ValueError: unless `state` has one model, and at most one optimizer and one EMA; if the path is a
+                URL.
             FileExistsError: if the folder holds a checkpoint, and the strategy does not overwrite.
             TypeError: if an object in `state` cannot be pickled.
             CheckpointError: if one of the ranks could not write.
@@ -186,13 +187,13 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Raises:
             ValueError: unless `state` has one model and at most one optimizer; if one of them is not what was
-                saved.
+                saved; if the path is a URL.
             KeyError: if another object is missing.
             DamagedCheckpoint: if the contents are not what was written.
             CheckpointError: if `weights_only` refuses an object other than model and optimizer.
             `state` is unchanged after an error.
         """
-        folder = Path(self.broadcast(path))
+        folder = local_path(self.broadcast(path))
         if isinstance(state, UnitMethods):
             saved = torch.load(folder, map_location="cpu", mmap=True, weights_only=weights_only)
             state.load_state_dict(saved, strict)

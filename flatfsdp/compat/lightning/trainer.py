@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.contract.claimed import is_unit
@@ -130,7 +131,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Raises:
             ValueError: if only a part of it is sharded, or the module is on another device or over other
-                ranks.
+                ranks; if checkpoints are to be saved to a URL.
             TypeError: if it cannot be sharded in place.
             NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
@@ -140,6 +141,9 @@ class FlatFSDPStrategy(DDPStrategy):
                     f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
                     "shards it; keep a flatfsdp.EMA in a callback"
                 )
+        for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+            # Now, rather than in the first save.
+            local_path(getattr(callback, "dirpath", None) or "")
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         if not is_unit(self.lightning_module):
@@ -278,7 +282,7 @@ class FlatFSDPStrategy(DDPStrategy):
             ValueError: for a file, in `fit`; if model or optimizer is not what was saved.
             Exception: what `flatfsdp.checkpoint.load` raises, on every rank, before anything has changed.
         """
-        path, module = Path(self.broadcast(checkpoint_path)), self._module
+        path, module = local_path(self.broadcast(checkpoint_path)), self._module
         if path.is_file():
             return self._load_file(path, weights_only)
         opened, extra = open_folder(path, module, weights_only)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.transformers.fused.fuse import fuse
 
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -47,9 +48,10 @@ class FromConfig:
             options: fused, fp8, checkpointed.
 
         Raises:
-            ValueError: if there is no such file, or it is not the configuration of a language model.
+            ValueError: if the path is a URL; if there is no such file, or it is not the configuration of a
+                language model.
         """
-        path = Path(path)
+        path = local_path(path)
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"there is no file {file}; pass the config.json of a model, or its folder")

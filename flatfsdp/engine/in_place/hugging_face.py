@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.paths import local_path
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.in_place.adapters import computing_by_itself, only_keys, said_of_adapters
@@ -129,11 +130,14 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
         With a `state_dict` the call is local: the calling rank writes it, as with a plain model.
 
         Raises:
+            ValueError: if the folder is a URL.
             RuntimeError: if another rank does not call it, or the first one could not write.
         """
         bound = signature.bind(module, *args, **kwargs)
+        folder = bound.arguments["save_directory"]
         given = bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
         if given is not None:
+            local_path(folder)
             with _saved_in(module, given), only_keys(module):
                 method(*bound.args, **bound.kwargs)
             return
@@ -147,6 +151,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
             if state.grid.is_first:
                 # All that the method asks of inner modules is here now, without the other ranks.
                 try:
+                    local_path(folder)
                     gathered = module.state_dict()
                     _pass_state_dict(signature, bound, gathered)
                     with _saved_in(module, gathered), computing_by_itself(module):

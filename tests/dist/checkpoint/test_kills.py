@@ -39,6 +39,19 @@ def test_a_run_keeps_a_checkpoint_while_older_ones_are_removed() -> None:
         assert (kills.count.old, kills.count.new, kills.count.wrong) == (1, 4, [])
 
 
+def test_a_run_that_was_rolled_back_never_finds_the_middle_of_what_it_left() -> None:
+    """Two later checkpoints are put aside before the save: killed before, in between, afterwards."""
+    with Kills() as kills:
+        plan = Kill("rollback", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        first, second = (events[0].index(f"rename old/abandoned-step-0000000{step}") + 1 for step in (5, 6))
+        commit = events[0].index("replace old/step-00000002/.metadata") + 1
+        assert second == first + 1
+        for after in (first, second, commit - 1, commit):
+            kills.kill(plan._replace(after=after), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (3, 1, [])
+
+
 def test_tidying_may_be_stopped() -> None:
     """Tidying handles a damaged checkpoint and the rests of a save and a removal."""
     with Kills() as kills:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -13,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import FlatFSDP
-from flatfsdp.checkpoint import CheckpointManager, DamagedCheckpoint
-from flatfsdp.checkpoint.manager import is_finite
+from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
+from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
 from tests.support.checkpoints import adamw, equal, full_state, step, wrapped
 from tests.support.ranks import on_ranks
@@ -105,27 +108,173 @@ def test_only_damaged_ones_raise(tmp_path: Path, rank: int) -> None:
     assert names(manager.folder) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("what", ["weight", "moment", "buffer"])
+@contextmanager
+def warning(rank: int, text: str) -> Iterator[None]:
+    """Context that expects one warning, on the first rank alone."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    said = [str(each.message) for each in caught if each.category is UserWarning]
+    assert [bool(re.search(text, each)) for each in said] == [True] * (rank == 0), said
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("weight", r"on rank 1, blocks\.1\.\S+ has a NaN;"),
+        ("moment", r"on rank 1, exp_avg_sq of blocks\.1\.\S+ has an infinite number, and had none before"),
+    ],
+)
 @on_ranks(2)
-def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str) -> None:
+def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str, text: str) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     model, optimizer = after(1)
     assert manager.save(1, model, optimizer)
     if rank == 1:
-        parameter = next(each for each in model.parameters() if each.requires_grad)
-        number = {
-            "weight": parameter,
-            "moment": optimizer.state[parameter]["exp_avg_sq"],
-            "buffer": model.module.count,
-        }[what]
+        parameter = [each for each in model.parameters() if each.requires_grad][-1]
         with torch.no_grad():
-            number[2] = float("inf") if what == "moment" else float("nan")
-    if rank == 0:
-        with pytest.warns(UserWarning, match=r"step 2 is not saved: .* NaN or infinite"):
-            assert not manager.save(2, model, optimizer)
-    else:
+            if what == "weight":
+                parameter[2] = float("nan")
+            else:
+                optimizer.state[parameter]["exp_avg_sq"][2] = float("inf")
+    with warning(rank, f"step 2 is not saved: {text}"):
         assert not manager.save(2, model, optimizer)
     assert names(tmp_path) == ["step-00000001"]
+
+
+class Masked(torch.nn.Module):
+    """A causal mask as in many tutorials, an observer that has seen nothing, a class that is never chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(6, 6)
+        self.head.bias.data[3] = -torch.inf
+        self.register_buffer("mask", torch.full((6, 6), -torch.inf).triu(1))
+        self.register_buffer("least", torch.tensor(torch.nan))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(x) + 0 * self.mask.exp().sum(), x.argmax(-1) * 0)
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+@on_ranks(2)
+def test_what_was_infinite_from_the_beginning_is_saved(tmp_path: Path, rank: int, resumes: bool) -> None:
+    torch.manual_seed(0)
+    model = FlatFSDP(Masked())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = CheckpointManager(tmp_path)
+    if resumes:
+        assert manager.resume(model, optimizer) is None
+    for number in (1, 2):
+        loss = model(torch.randn(4, 6))
+        loss.backward()
+        assert loss.isfinite()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert manager.save(number, model, optimizer)
+    before = full_state(model, optimizer)
+    assert before["model"]["head.bias"][3] == -torch.inf
+    manager = CheckpointManager(tmp_path)
+    assert manager.resume(model, optimizer) == (2, {})
+    assert equal(before["optimizer"], full_state(model, optimizer)["optimizer"])
+    assert manager.save(3, model, optimizer)
+
+    # A weight that was finite when it was resumed or saved is another matter.
+    with torch.no_grad(), model.summon_full_params():
+        model.module.head.weight[0, 0] = torch.inf
+    with warning(rank, r"step 4 is not saved: on rank 0, head\.weight has an infinite number"):
+        assert not manager.save(4, model, optimizer)
+
+
+@on_ranks(2)
+def test_a_run_that_was_rolled_back_goes_on_from_what_it_saved_last(tmp_path: Path, rank: int) -> None:
+    manager = CheckpointManager(tmp_path, keep=3)
+    model, optimizer = after(1)
+    for number in (100, 200, 300):
+        step(model, optimizer, number)
+        assert manager.save(number, model, optimizer)
+    load(manager.path(100), model, optimizer)
+    step(model, optimizer, 7)
+    expected = copy.deepcopy(full_state(model, optimizer))
+    aside = ["abandoned-step-00000200", "abandoned-step-00000300"]
+    with warning(rank, rf"later steps than 150, .* put aside as {aside[0]}, {aside[1]}; give each run"):
+        assert manager.save(150, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert CheckpointManager(tmp_path).resume(model, optimizer) == (150, {})
+    assert equal(full_state(model, optimizer), expected)
+    dist.barrier()
+    assert names(tmp_path) == [*aside, "step-00000100", "step-00000150"]
+    # What is put aside can be loaded, and the next of the same step does not replace it.
+    load(tmp_path / aside[0], model, optimizer)
+    assert manager.save(200, model, optimizer)
+    assert manager.save(151, model, optimizer)
+    assert names(tmp_path)[:2] == [aside[0], f"{aside[0]}.2"]
+    load(tmp_path / aside[0], model, optimizer)
+
+
+@on_ranks(2)
+def test_a_new_run_in_the_folder_of_an_old_one(tmp_path: Path, rank: int) -> None:
+    """It does not resume, as it should have, and the old run's checkpoints stay, though not in its way."""
+    model, optimizer = after(1)
+    for number in (100, 200):
+        CheckpointManager(tmp_path).save(number, model, optimizer)
+    model, optimizer = after(1, seed=1)
+    manager = CheckpointManager(tmp_path)
+    for number in (10, 20, 30):
+        step(model, optimizer, number)
+        with warning(rank, "give each run a folder of its own") if number == 10 else nullcontext():
+            assert manager.save(number, model, optimizer)
+    expected = copy.deepcopy(full_state(model, optimizer))
+    assert CheckpointManager(tmp_path).resume(model, optimizer) == (30, {})
+    assert equal(full_state(model, optimizer), expected)
+    dist.barrier()
+    asides = ["abandoned-step-00000100", "abandoned-step-00000200"]
+    assert names(tmp_path) == [*asides, "step-00000020", "step-00000030"]
+
+
+@on_ranks(2)
+def test_a_later_checkpoint_that_cannot_be_put_aside(tmp_path: Path, rank: int) -> None:
+    """Nothing is saved then: the next resume would follow the later one."""
+    manager, model, optimizer = two_saved(tmp_path)
+    refusal = mock.patch.object(Path, "rename", side_effect=PermissionError(13, "Permission denied"))
+    with refusal, pytest.raises(CheckpointError, match="rank 0: Permission denied"):
+        manager.save(1, model, optimizer)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@on_ranks(2)
+def test_links_are_removed_and_what_they_lead_to_stays(tmp_path: Path, rank: int) -> None:
+    manager, model, optimizer = two_saved(tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    if rank == 0:
+        elsewhere.mkdir()
+        manager.path(1).rename(elsewhere / "whole")
+        manager.path(1).symlink_to(elsewhere / "whole")
+        for name in ("removed-step-00000000", "step-00000007"):
+            (elsewhere / name).mkdir()
+            (elsewhere / name / f"{data_prefix(0, '0123456789ab')}0.distcp").touch()
+            (tmp_path / "run" / name).symlink_to(elsewhere / name)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert manager.save(3, model, optimizer)
+        assert manager.resume(model, optimizer) == (3, {})
+    dist.barrier()
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000003"]
+    load(elsewhere / "whole", model, optimizer)
+    assert all(names(elsewhere / name) for name in ("removed-step-00000000", "step-00000007"))
+
+
+@on_ranks(2)
+def test_ranks_with_different_folders(tmp_path: Path, rank: int) -> None:
+    _, model, optimizer = two_saved(tmp_path / "1")
+    manager = CheckpointManager(tmp_path / str(rank))
+    with pytest.raises(ValueError, match=r"ranks were given different paths: rank 0 .*/0, rank 1 .*/1;"):
+        manager.resume(model, optimizer)
+    with pytest.raises(ValueError, match="ranks were given different paths"):
+        manager.save(1, model, optimizer)
+    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["step-00000001", "step-00000002"]
 
 
 def test_a_run_needs_a_checkpoint(tmp_path: Path) -> None:
@@ -188,4 +337,5 @@ def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
 @on_ranks(2)
 def test_a_rank_without_numbers_takes_part(tmp_path: Path, rank: int) -> None:
     model = FlatFSDP(torch.nn.Linear(1, 1, bias=False))
-    assert is_finite(model)
+    assert len(largest_magnitudes(model)) == (rank == 0)
+    assert CheckpointManager(tmp_path).save(1, model)

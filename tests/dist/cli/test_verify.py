@@ -149,6 +149,8 @@ def test_train_writes_its_losses(tmp_path: Path) -> None:
         (["--lr", "0"], "lr is 0.0; it must be above 0"),
         (["--hidden", "40", "--precision", "fp8-delayed"], "multiples of 16"),
         (["--device", "cuda", "--ranks", "1000"], "one GPU for each of 1000 ranks"),
+        (["--out", "s3://bucket/run"], "s3://bucket/run is a URL"),
+        (["--data", "gs://bucket/text"], "gs://bucket/text is a URL"),
     ],
 )
 def test_senseless_options_are_explained(

@@ -226,6 +226,23 @@ def test_gradients_are_clipped_by_value(rank: int, world_size: int) -> None:
     assert before > 2e-3 and after == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///bucket/run"])
+@on_ranks(2)
+def test_urls_never_become_folders(rank: int, world_size: int, tmp_path: Path, url: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        fabric = start(rank, world_size)
+        model = fabric.setup(build())
+        for call in (
+            lambda: fabric.save(url, {"model": model}),
+            lambda: fabric.load(url, {"model": model}),
+            lambda: fabric.load_raw(url, model),
+        ):
+            with pytest.raises(ValueError, match="is a URL"):
+                call()
+        assert list(tmp_path.iterdir()) == []
+
+
 @on_ranks(2)
 def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no option find_unused_parameters"):

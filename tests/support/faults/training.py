@@ -109,6 +109,40 @@ def _save_with_fabric(run: Run, folder: Path) -> None:
     fabric.save(folder, {"model": run.model, "optimizer": run.optimizer, "step": run.step})
 
 
+def _with_accelerate(run: Run, folder: Path, doing: str) -> None:
+    from flatfsdp.compat.accelerate import FlatAccelerator
+    from tests.support.ecosystem.launched import launched
+
+    class Steps:
+        """The run's step, as an object with state."""
+
+        def state_dict(self) -> dict[str, int]:
+            return {"step": run.step}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            run.step = state["step"]
+
+    with launched(dist.get_rank(), dist.get_world_size()):
+        accelerator = FlatAccelerator(cpu=True)
+        accelerator.prepare(run.model, run.optimizer)
+        accelerator.register_for_checkpointing(Steps())
+        getattr(accelerator, doing)(folder)
+
+
+def _save_with_accelerate(run: Run, folder: Path) -> None:
+    _with_accelerate(run, folder, "save_state")
+
+
+def _load_with_accelerate(run: Run, folder: Path) -> None:
+    _with_accelerate(run, folder, "load_state")
+
+
+def _left_of_accelerate(folder: Path) -> list[str]:
+    (save,) = folder.glob("save-*")
+    others = {path.name for path in folder.iterdir()} - {"flatfsdp.json", save.name}
+    return sorted(others) + left_behind(save / "flatfsdp-0")
+
+
 # ---- the checkpoints of a run, of which the newest stays ------------------------------------------------
 
 
@@ -147,6 +181,26 @@ def _resume_after_damage(run: Run, folder: Path) -> None:
     _resume(run, folder)
 
 
+def _save_after_rollback(run: Run, folder: Path) -> None:
+    """A run that went back from step 6 to step 1, whose bits step 6 has here, and those of step 5 nobody may
+    find."""
+    manager = checkpoint.CheckpointManager(folder, keep=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.save(run.step, run.model, run.optimizer, {"step": run.step})
+    if run.step == 1:
+        for number, step in ((5, 5), (6, 1)):
+            manager.save(number, run.model, run.optimizer, {"step": step})
+
+
+def _left_of_rollback(folder: Path) -> list[str]:
+    newest = max(path.name for path in folder.glob("step-*"))
+    others = [
+        path.name for path in folder.iterdir() if not path.name.startswith(("step-", "abandoned-step-"))
+    ]
+    return others + left_behind(folder / newest)
+
+
 def _left_of_run(folder: Path) -> list[str]:
     newest = max(path.name for path in folder.glob("step-*"))
     damaged = {path.name for path in folder.glob("damaged-step-*")}
@@ -157,7 +211,9 @@ WAYS = {
     "plain": Way(_save),
     "async": Way(_save_asynchronously),
     "fabric": Way(_save_with_fabric),
+    "accelerate": Way(_save_with_accelerate, _load_with_accelerate, _left_of_accelerate),
     "manager": Way(_save_step, _resume, _left_of_run, True),
+    "rollback": Way(_save_after_rollback, _resume, _left_of_rollback, True),
     "resume": Way(_resume_after_damage, _resume, _left_of_run, True),
 }
 """By name."""

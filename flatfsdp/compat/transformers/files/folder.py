@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flatfsdp.checkpoint.boxes import boxes
 from flatfsdp.checkpoint.commit import make_folder, sync_folder
+from flatfsdp.comm.paths import is_inside
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,12 +81,14 @@ def stored_in(folder: Path) -> dict[str, Stored]:
 
     Raises:
         FileNotFoundError: if the folder, its weights, or a file named in the index is missing.
-        ValueError: if the last save did not complete, a file is damaged or lacks a tensor of the index, or a
-            dtype is not supported.
+        ValueError: if the last save did not complete, a file is damaged or lacks a tensor of the index, the
+            index names a file outside of the folder, or a dtype is not supported.
     """
     if (folder / INDEX).exists():
         of_files: dict[str, set[str]] = {}
         for key, name in json.loads((folder / INDEX).read_text())["weight_map"].items():
+            if not is_inside(name):
+                raise ValueError(f"{folder / INDEX} names a file outside of the folder: {name!r}")
             of_files.setdefault(name, set()).add(key)
     elif (folder / ONE_FILE).exists():
         of_files = {ONE_FILE: set()}
@@ -169,8 +172,8 @@ class NewFiles:
     def commit(self) -> None:
         """Moves all files into place, replacing an earlier save's; unrelated files stay.
 
-        The earlier save stays readable until this begins.  An interruption during the moves leaves a folder
-        that is recognisably incomplete.
+        The earlier save stays readable until this begins; with one file, until that is moved, and then the
+        new one is.  An interruption while several are moved leaves a folder that is recognisably incomplete.
 
         Raises:
             OSError: if something cannot be moved.
@@ -181,14 +184,16 @@ class NewFiles:
         for path in self.place.iterdir():
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
-        # Readers look for these two first.
-        for name in (INDEX, ONE_FILE):
-            (self.folder / name).unlink(missing_ok=True)
-        for path in self.folder.glob("model-*-of-*.safetensors"):
-            path.unlink()
-        last = INDEX if self._index is not None else ONE_FILE
+        is_one = self._index is None
+        earlier = [self.folder / INDEX, *self.folder.glob("model-*-of-*.safetensors")]
+        # Several files cannot be replaced at once; what readers look for goes first then.
+        for path in () if is_one else (self.folder / ONE_FILE, *earlier):
+            path.unlink(missing_ok=True)
+        last = ONE_FILE if is_one else INDEX
         for path in sorted(self.place.iterdir(), key=lambda path: path.name == last):
             os.replace(path, self.folder / path.name)
+        for path in earlier if is_one else ():
+            path.unlink(missing_ok=True)
         sync_folder(self.folder)
         self.place.rmdir()
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.compat.transformers.files.conversions import Converted, arranged
 from flatfsdp.compat.transformers.files.folder import Stored, stored_in
 from flatfsdp.compat.transformers.files.names import FileNames, FileParameter
@@ -39,20 +40,23 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: a model of transformers, or a PEFT model around one; sharded in place, or wrapped.
-        path: a folder with `model.safetensors`, or several files and their index; readable by all ranks.
+        path: a folder with `model.safetensors`, or several files and their index; readable by all ranks,
+            which pass the same.
 
     Raises:
         FileNotFoundError: if there is no such folder or file.
         ValueError: if tensors are missing, have another shape, or have no place in the model; if files are
-            damaged, quantized, or from a save that did not complete; if the model is not sharded.
+            damaged, quantized, outside of the folder, or from a save that did not complete; if the model is
+            not sharded; if the path is a URL, or ranks pass different ones.
         TypeError: if `model` is neither a model of transformers nor a PEFT model around one.
         RuntimeError: if a rank does not call it; inside `summon_full_params`.
         Each error is raised on every rank, and nothing has changed then, except if a file becomes unreadable
         after it was checked: the model may be partly loaded.
     """
     state, groups = begin_together(model, "load_hf")
+    folder = path_of_all_ranks(path, state.grid.dimensions, state.device)
     with raising_together(state):
-        plan = _Plan(FileNames(model), Path(path))
+        plan = _Plan(FileNames(model), folder)
     with raising_together(state), torch.no_grad():
         plan.carry_out()
     for group in groups:

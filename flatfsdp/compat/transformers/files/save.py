@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.comm.paths import path_of_all_ranks
 from flatfsdp.compat.transformers.files.conversions import Values, reverted
 from flatfsdp.compat.transformers.files.folder import NewFiles
 from flatfsdp.compat.transformers.files.names import FileNames
@@ -38,23 +39,26 @@ def save_hf(
         tokenizer.save_pretrained("out")
 
     The first rank gathers and writes one unit after the other, so that no rank has more than one in memory.
-    The folder's earlier model stays readable until the new one is completely written.
+    The folder's earlier model stays readable until the new one is completely written.  Killed while several
+    new files are moved into place, it leaves a folder that `load_hf` refuses; one file is replaced at once.
 
     Args:
         model: a model of transformers; sharded in place, or wrapped.
-        path: the folder.
+        path: the folder, the same on all ranks.
         dtype: dtype of floating-point values; None: the master shards', FP32 by default.
         max_shard_size: largest size of one file, in bytes or as a string such as "5GB".
 
     Raises:
         OSError: if something cannot be written.
         ValueError: if the model is not sharded, or is a PEFT model, whose adapters `save_pretrained` saves;
-            for an unsupported dtype; if transformers joins tensors of several units into one.
+            for an unsupported dtype; if transformers joins tensors of several units into one; if the path is
+            a URL, or ranks pass different ones.
         TypeError: if `model` is no model of transformers.
         RuntimeError: if a rank does not call it; inside `summon_full_params`.
         Each error is raised on every rank, and the folder's earlier model stays.
     """
     state, groups = begin_together(model, "save_hf")
+    folder = path_of_all_ranks(path, state.grid.dimensions, state.device)
     with raising_together(state):
         if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
@@ -71,7 +75,7 @@ def save_hf(
     try:
         with raising_together(state):
             if state.grid.is_first:
-                files = _new_files(Path(path), layout, max_shard_size)
+                files = _new_files(folder, layout, max_shard_size)
         for group in groups:
             full = group.master.gather(rank0_only=True)
             with raising_together(state):

@@ -25,13 +25,22 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    PREFIX_CHECKPOINT_DIR,
+    SCHEDULER_NAME,
+    TRAINING_ARGS_NAME,
+)
 
 import flatfsdp.optim
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, require_possible
+from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.fp8 import autocast
@@ -62,8 +71,8 @@ class FlatTrainer(transformers.Trainer):
             made from an already sharded model; otherwise use `optimizer_cls_and_kwargs`.
 
     Raises:
-        ValueError: for unsupported TrainingArguments; if the model cannot be sharded; for an optimizer made
-            before the model was sharded.
+        ValueError: for unsupported TrainingArguments; if `output_dir` is a URL; if the model cannot be
+            sharded; for an optimizer made before the model was sharded.
     """
 
     model: Any
@@ -76,6 +85,7 @@ class FlatTrainer(transformers.Trainer):
         if model is None or options.get("model_init") is not None:
             raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        local_path(args.output_dir)
         self._flat = FlatArguments() if flat is None else flat
         require_possible(model, args, self._flat)
         model = self._flat.prepare(model, args)
@@ -167,9 +177,48 @@ class FlatTrainer(transformers.Trainer):
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **options: Any) -> Any:
+        """Trains as `Trainer` does.  Collective over all ranks.
+
+        Args:
+            resume_from_checkpoint: True: the newest checkpoint in `output_dir` that is whole; or the folder
+                of one.
+            rest: further positional arguments of `Trainer.train`.
+            options: further arguments of `Trainer.train`.
+
+        Raises:
+            ValueError: if there is no whole checkpoint; if ranks pass different folders, or a URL.
+        """
+        if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
+            resume_from_checkpoint = self._to_resume_from(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *rest, **options)
+
+    def _to_resume_from(self, asked: str | bool) -> str:
+        world, device = world_of(self.model)
+        path = self.args.output_dir if isinstance(asked, bool) else asked
+        folder = path_of_all_ranks(path, [world], device)
+        found = ""
+        with raising_on_all(self.model):
+            # One rank looks, so that all load the same.
+            if world.rank == 0:
+                found = str(newest_whole(folder) if isinstance(asked, bool) else whole_one(folder))
+        chosen: str = broadcast_object(found, [world], device)
+        return chosen
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves as `Trainer` does; an earlier checkpoint of this step stays whole until the new one is."""
+        run = local_path(self._get_output_dir(trial))
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with raising_on_all(self.model):
+            if self.args.should_save:
+                begin_save(run, folder)
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            end_save(folder)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes files for `from_pretrained`; of a PEFT model its adapters.  Collective over all ranks."""
-        folder = Path(output_dir or self.args.output_dir or ".")
+        folder = local_path(output_dir or self.args.output_dir or ".")
         if isinstance(self.model, transformers.PreTrainedModel):
             save_hf(self.model, folder)
         elif hasattr(self.model, "peft_config"):
@@ -195,6 +244,11 @@ class FlatTrainer(transformers.Trainer):
         checkpoint.save(Path(output_dir) / STATE, self.model, self._plain_optimizer, overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with raising_on_all(self.model):
+            # The first rank then writes what tells that the checkpoint is whole.
+            super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads weights alone; in a checkpoint for resuming they are loaded together with the optimizer.
