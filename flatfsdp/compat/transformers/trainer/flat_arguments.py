@@ -97,20 +97,22 @@ class FlatArguments:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
             convert(model)
-        fp8_weights = CurrentScaling() if self.fp8_weights else None
+        precision = self.precision or Precision(
+            compute=self._compute_dtype(model, arguments),
+            fp8_weights=CurrentScaling() if self.fp8_weights else None,
+        )
         return shard(
             model,
             policy,
             device=arguments.device,
-            precision=self.precision
-            or Precision(compute=_compute_dtype(model, arguments), fp8_weights=fp8_weights),
+            precision=precision,
             reshard_after_forward=self.reshard_after_forward,
             optimize_backward_concat=self.optimize_backward_concat,
             param_init_fn=init_weights_of(model) if is_on_meta else None,
         )
 
     def prepare_other(self, model: nn.Module, arguments: Any) -> None:
-        """Shards a model that is evaluated only, and freezes it: frozen weights are kept once, as computed.
+        """Shards a model that is evaluated only, in the dtype that it computes in.
 
         It starts from the first rank's values.  Collective.
 
@@ -123,19 +125,26 @@ class FlatArguments:
             ValueError: if `policy_of` or `shard` refuses it.
         """
         policy = self._policy_for(model)
-        model.requires_grad_(False)
         if dist.is_initialized():
             take_from_first_rank(model, arguments.device)
+        dtype = self._compute_dtype(model, arguments)
         shard(
             model,
             policy,
             device=arguments.device,
-            precision=self.precision or Precision(compute=_compute_dtype(model, arguments)),
+            # No optimizer needs masters of its weights.
+            precision=Precision(param=dtype, compute=dtype),
             reshard_after_forward=self.reshard_after_forward,
         )
 
     def _policy_for(self, model: nn.Module) -> WrapPolicy:
         return policy_of(model) if self.policy is None else self.policy
+
+    def _compute_dtype(self, model: nn.Module, arguments: Any) -> torch.dtype:
+        if self.precision is not None:
+            return self.precision.compute
+        is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
+        return torch.bfloat16 if is_bf16 else torch.float32
 
     def _require_only_of_training(self) -> None:
         """Checks that no option is set that takes effect only when a model is sharded."""
@@ -147,11 +156,6 @@ class FlatArguments:
                 f"the model is sharded already, and FlatArguments has {', '.join(asked)}; say so where it is "
                 "sharded, or give FlatTrainer the plain model"
             )
-
-
-def _compute_dtype(model: nn.Module, arguments: Any) -> torch.dtype:
-    is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
-    return torch.bfloat16 if is_bf16 else torch.float32
 
 
 def require_possible(model: Any, arguments: Any, flat: FlatArguments) -> None:
