@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,10 +29,14 @@ GENERATION = {"num_generations": 4, "per_device_train_batch_size": 4, "max_compl
 TIMES = ("runtime", "_per_second", "step_time")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    save_base(tmp_path / "base")
-    return tmp_path
+@contextmanager
+def started(rank: int, world_size: int, folder: Path) -> Iterator[None]:
+    """As a launcher starts ranks, with a model in `folder / "base"`."""
+    with launched(rank, world_size):
+        if rank == 0:
+            save_base(folder / "base")
+        dist.barrier()
+        yield
 
 
 def arguments(kind: str, folder: Path, **options: Any) -> Any:
@@ -98,7 +104,8 @@ class Case(NamedTuple):
         start: the model: "base", "adapted", or "path".
         reference: whether the reference is given to the trainer; otherwise TRL makes what it needs.
         adds_adapters: whether the trainer is given `peft_config`.
-        shards_others: whether references and reward models are sharded.
+        others: how many models there are beside the trained one: a reference, a reward model.
+        shards_others: whether these are sharded.
         options: of the trainer's configuration.
     """
 
@@ -108,8 +115,9 @@ class Case(NamedTuple):
     start: str = "base"
     reference: bool = False
     adds_adapters: bool = False
+    others: int = 0
     shards_others: bool = False
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def made(self, trainer: Any, folder: Path, **further: Any) -> Any:
         models = {"base": base, "adapted": adapted, "path": str}
@@ -119,7 +127,10 @@ class Case(NamedTuple):
         if self.adds_adapters:
             further["peft_config"] = lora()
         if generates:
-            further |= {"reward_funcs": [by_length, judge()], "reward_processing_classes": [None, tokenizer()]}
+            further |= {
+                "reward_funcs": [by_length, judge()],
+                "reward_processing_classes": [None, tokenizer()],
+            }
         if self.options.get("eval_strategy"):
             further["eval_dataset"] = samples(*self.columns)
         return trainer(
@@ -135,23 +146,23 @@ EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
 CASES = {
     "SFT": Case("SFT", ("text",), 8, options=EVALUATING),
     "SFT of a path, with peft_config": Case("SFT", ("text",), 8, start="path", adds_adapters=True),
-    "DPO": Case("DPO", PREFERENCES, 16, options=EVALUATING),
+    "DPO": Case("DPO", PREFERENCES, 16, others=1, options=EVALUATING),
     "DPO, with a reference that is sharded": Case(
-        "DPO", PREFERENCES, 16, reference=True, shards_others=True, options={"loss_type": ["ipo"]}
+        "DPO", PREFERENCES, 16, reference=True, others=1, shards_others=True, options={"loss_type": ["ipo"]}
     ),
     "DPO of an adapted model": Case("DPO", PREFERENCES, 16, start="adapted"),
-    "KTO": Case("KTO", ("prompt", "completion", "label"), 15),
-    "GRPO": Case("GRPO", ("prompt",), 25, shards_others=True),
-    "GRPO of an adapted model": Case("GRPO", ("prompt",), 25, start="adapted"),
-    "RLOO": Case("RLOO", ("prompt",), 25, start="path"),
+    "KTO": Case("KTO", ("prompt", "completion", "label"), 15, others=1),
+    "GRPO": Case("GRPO", ("prompt",), 25, others=2, shards_others=True),
+    "GRPO of an adapted model": Case("GRPO", ("prompt",), 25, start="adapted", others=1),
+    "RLOO": Case("RLOO", ("prompt",), 25, start="path", others=2),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
-def test_figures_are_those_of_ddp(rank: int, world_size: int, folder: Path, name: str) -> None:
-    case = CASES[name]
-    with launched(rank, world_size):
+def test_figures_are_those_of_ddp(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
+    case, folder = CASES[name], tmp_path
+    with started(rank, world_size, folder):
         expected = case.made(plain(case.kind), folder)
         expected.train()
         found = case.made(flat(case.kind), folder, flat=sharding_others() if case.shards_others else None)
@@ -160,5 +171,96 @@ def test_figures_are_those_of_ddp(rank: int, world_size: int, folder: Path, name
         assert_same_figures(found, expected, case.figures)
         others = [getattr(found, "ref_model", None), *getattr(found, "reward_funcs", [])]
         others = [each for each in others if isinstance(each, torch.nn.Module)]
-        assert [is_unit(each) for each in others] == [case.shards_others] * len(others)
-        assert bool(others) == (case.kind != "SFT" and case.start != "adapted" or case.kind == "GRPO")
+        assert [is_unit(each) for each in others] == [case.shards_others] * case.others
+
+
+@on_ranks(2)
+def test_reference_is_computed_before_training(rank: int, world_size: int, tmp_path: Path) -> None:
+    import datasets
+
+    with started(rank, world_size, tmp_path):
+        trainers = []
+        for make in (plain("DPO"), flat("DPO")):
+            # On disk, since ranks share what is computed through files beside the data; each has its own.
+            data = tmp_path / make.__name__
+            if rank == 0:
+                samples(*PREFERENCES).save_to_disk(data)
+            dist.barrier()
+            trainer = make(
+                adapted(tmp_path / "base"),
+                args=arguments("DPO", tmp_path, precompute_ref_log_probs=True),
+                train_dataset=datasets.load_from_disk(str(data)),
+                processing_class=tokenizer(),
+            )
+            trainer.train()
+            trainers.append(trainer)
+        expected, found = trainers
+        assert_same_figures(found, expected, 16)
+        assert "ref_chosen_logps" in found.train_dataset.column_names
+
+
+@on_ranks(2)
+def test_checkpoints_have_the_adapter_and_what_trl_adds(rank: int, world_size: int, tmp_path: Path) -> None:
+    import peft
+
+    case = Case(
+        "GRPO",
+        ("prompt",),
+        25,
+        start="path",
+        adds_adapters=True,
+        options={
+            "max_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "entropy_coef": 0.1,
+            "entropy_coef_delta": 0.01,
+            "use_adaptive_entropy": True,
+        },
+    )
+    with started(rank, world_size, tmp_path):
+        trained = case.made(flat("GRPO"), tmp_path)
+        trained.train()
+        loaded = peft.PeftModel.from_pretrained(base(tmp_path / "base"), tmp_path / "out" / "checkpoint-1")
+        state = trained.model.state_dict()
+        assert state.keys() == loaded.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in loaded.state_dict().items())
+        resumed = case._replace(options={**case.options, "max_steps": 2}).made(flat("GRPO"), tmp_path)
+        resumed.train(resume_from_checkpoint=True)
+        assert (trained.entropy_coef, resumed.entropy_coef) == pytest.approx((0.09, 0.08))
+
+
+@on_ranks(2)
+def test_only_other_models_are_moved_whole(rank: int, world_size: int, tmp_path: Path) -> None:
+    with started(rank, world_size, tmp_path):
+        model, reference = base(tmp_path / "base"), base(tmp_path / "base")
+        with mock.patch.object(type(reference), "to", autospec=True, return_value=reference) as moved:
+            trainer = flat("DPO")(
+                model,
+                reference,
+                arguments("DPO", tmp_path),
+                train_dataset=samples(*PREFERENCES),
+                processing_class=tokenizer(),
+            )
+        assert [call.args for call in moved.call_args_list] == [(reference, trainer.accelerator.device)]
+
+
+def refused() -> list[tuple[Case, dict[str, Any], str]]:
+    """Programs, FlatArguments, and the expected words of the error."""
+    dpo = Case("DPO", PREFERENCES, 0)
+    return [
+        (dpo._replace(options={"sync_ref_model": True}), {}, "sync_ref_model: it mixes whole parameters"),
+        (dpo._replace(options={"activation_offloading": True}), {}, "gathered parameters for activations"),
+        (dpo, {"replay": True}, "metrics would not run in replays"),
+        (Case("GRPO", ("prompt",), 0, options={"cast_lm_head_to_fp32": True}), {}, "gathered in one dtype"),
+    ]
+
+
+@on_ranks(2)
+def test_what_cannot_be_done_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    from flatfsdp.compat.transformers.trainer import FlatArguments
+
+    with started(rank, world_size, tmp_path):
+        for case, options, words in refused():
+            with pytest.raises(ValueError, match=words):
+                case.made(flat(case.kind), tmp_path, flat=FlatArguments(**options))
