@@ -252,7 +252,7 @@ def test_inputs_are_prepared_once(rank: int, world_size: int, tmp_path: Path, re
     from flatfsdp.compat.transformers.trainer import FlatTrainer
 
     class Renaming(FlatTrainer):
-        """As trainers do that make a batch of what the data set has."""
+        """Makes a batch of what the data set has, which can be done once."""
 
         def _prepare_inputs(self, inputs: Any) -> Any:
             return super()._prepare_inputs({"input_ids": inputs["tokens"], "labels": inputs["tokens"]})

@@ -31,7 +31,7 @@ TIMES = ("runtime", "_per_second", "step_time")
 
 @contextmanager
 def started(rank: int, world_size: int, folder: Path) -> Iterator[None]:
-    """As a launcher starts ranks, with a model in `folder / "base"`."""
+    """A rank that a launcher has started, with a model in `folder / "base"`."""
     with launched(rank, world_size):
         if rank == 0:
             save_base(folder / "base")
@@ -65,7 +65,11 @@ def plain(kind: str) -> Any:
 
 def flat(kind: str) -> Any:
     from flatfsdp.compat import trl
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
 
+    if kind == "Reward":
+        # As docs/trl.md makes a class of any other trainer.
+        return type("FlatRewardTrainer", (FlatTrainer, plain(kind)), {})
     return getattr(trl, f"Flat{kind}Trainer")
 
 
@@ -101,7 +105,7 @@ class Case(NamedTuple):
         kind: of trainer.
         columns: of its data.
         figures: how many of them a step has, at least.
-        start: the model: "base", "adapted", or "path".
+        start: the model: "base", "adapted", "judge" (it rewards), or "path".
         reference: whether the reference is given to the trainer; otherwise TRL makes what it needs.
         adds_adapters: whether the trainer is given `peft_config`.
         others: how many models there are beside the trained one: a reference, a reward model.
@@ -120,7 +124,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
     def made(self, trainer: Any, folder: Path, **further: Any) -> Any:
-        models = {"base": base, "adapted": adapted, "path": str}
+        models = {"base": base, "adapted": adapted, "judge": lambda _: judge(), "path": str}
         generates = self.kind in ("GRPO", "RLOO")
         if self.reference:
             further["ref_model"] = base(folder / "base")
@@ -155,6 +159,7 @@ CASES = {
     "GRPO": Case("GRPO", ("prompt",), 25, others=2, shards_others=True),
     "GRPO of an adapted model": Case("GRPO", ("prompt",), 25, start="adapted", others=1),
     "RLOO": Case("RLOO", ("prompt",), 25, start="path", others=2),
+    "Reward": Case("Reward", ("chosen", "rejected"), 8, start="judge"),
 }
 
 
