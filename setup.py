@@ -62,6 +62,10 @@ setup(
             'transformers==5.23.0; python_version >= "3.11"',
             'peft==0.21.2; python_version >= "3.11"',
             "accelerate==1.15.0",
+            # What TRL brings beside the above; pandas, dill and the like are chosen by these two.
+            'trl==1.16.0; python_version >= "3.11"',
+            'datasets==5.2.0; python_version >= "3.11"',
+            'pyarrow==26.0.1; python_version >= "3.11"',
             "lightning==2.6.6",
             "lightning-fabric==2.6.6",
         ],

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flatfsdp import Precision, shard
 from flatfsdp.compat.transformers import policy_of
+from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
@@ -333,6 +334,64 @@ def test_lora(rank: int, world_size: int, tmp_path: Path) -> None:
         assert same(loaded.state_dict(), flat.model.state_dict())
 
 
+@needs_peft
+@on_ranks(2)
+def test_what_subclasses_do_to_the_model_comes_before_sharding(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    import peft
+
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
+
+    class Adapting(FlatTrainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.model = self.model_wrapped = peft.get_peft_model(
+                self.model, peft.LoraConfig(target_modules=["q_proj"])
+            )
+
+    class Optimizing(FlatTrainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.create_optimizer()
+
+    with launched(rank, world_size):
+        args = arguments(tmp_path, max_steps=1)
+        for kind, is_adapted in ((Adapting, True), (Optimizing, False)):
+            trainer = kind(FAMILIES["Llama"].build(), args, train_dataset=Text())
+            assert is_unit(trainer.model)
+            trainer.train()
+            trained = [name for name, each in trainer.model.named_parameters() if each.requires_grad]
+            assert all(("lora_" in name) == is_adapted for name in trained)
+            assert sum(group["params"] != [] for group in trainer.optimizer.param_groups) >= 1
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@on_ranks(2)
+def test_inputs_are_prepared_once(rank: int, world_size: int, tmp_path: Path, replay: bool) -> None:
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
+
+    class Renaming(FlatTrainer):
+        """Makes a batch of what the data set has, which can be done once."""
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return super()._prepare_inputs({"input_ids": inputs["tokens"], "labels": inputs["tokens"]})
+
+    def tokens(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"tokens": torch.stack([each["input_ids"] for each in samples])}
+
+    with launched(rank, world_size):
+        trainer = Renaming(
+            FAMILIES["Llama"].build(),
+            arguments(tmp_path, max_steps=2, remove_unused_columns=False),
+            data_collator=tokens,
+            train_dataset=Text(),
+            flat=flat_arguments(replay=replay),
+        )
+        trainer.train()
+        assert len(history(trainer)) == 2
+
+
 def refused() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """TrainingArguments, FlatArguments, and the expected words of the error."""
     return [
@@ -356,6 +415,8 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
             with pytest.raises(ValueError, match=words):
                 flat_trainer(model, arguments(tmp_path, **given), flat=flat_arguments(**flat))
         assert not hasattr(model, "fsdp_state")
+        with pytest.raises(ValueError, match="pass model, and no model_init"):
+            flat_trainer(None, arguments(tmp_path), model_init=FAMILIES["Llama"].build)
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(ValueError, match="optimizer_cls_and_kwargs"):
             flat_trainer(model, arguments(tmp_path), optimizers=(optimizer, None))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from flatfsdp.engine.in_place.parts import unit_of
@@ -84,18 +85,19 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
         """Chooses which adapters compute; what is trained stays as it was when the model was sharded.
 
         Raises:
-            RuntimeError: if other adapters would be trained afterwards.
+            RuntimeError: if other adapters would be trained afterwards.  Where gradients are switched off,
+                nobody asks for that: TRL turns to the reference's adapter there, and back.
         """
         before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         result = method(module, *args, **kwargs)
         changed = any(parameter.requires_grad != trains for parameter, trains in before)
         for parameter, trains in before:
             parameter.requires_grad_(trains)
-        if changed and not kwargs.get("inference_mode"):
+        if changed and torch.is_grad_enabled() and not kwargs.get("inference_mode"):
             raise RuntimeError(
                 f"set_adapter of a {type(module).__name__} that is sharded would change which adapters are "
                 "trained, and parameters of a unit are frozen together; call it before flatfsdp.shard, or "
-                "with inference_mode=True, which leaves that as it is"
+                "with inference_mode=True or inside torch.no_grad(), which leave that as it is"
             )
         return result
 

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import flatfsdp
 from flatfsdp import checkpoint
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
+from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntropy, TransformerLayer
 from flatfsdp.layers.base import MatmulLayer
@@ -33,7 +34,7 @@ from tests.unit.docs.pages import PAGES
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
-PROGRAMS = {"docs/huggingface.md", "docs/lightning.md", "docs/peft.md"}
+PROGRAMS = {"docs/huggingface.md", "docs/lightning.md", "docs/peft.md", "docs/trl.md"}
 """Pages whose blocks are one program."""
 
 
@@ -229,6 +230,22 @@ def huggingface_of_one_rank(rank: int, world_size: int, block: str) -> None:
     assert found["metrics"]["eval_loss"] < 10 and found["text"].shape == (1, 12)
 
 
+def trl_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, trl_of_one_rank, BLOCKS[name].replace('"out/', f'"{folder}/'))
+
+
+def trl_of_one_rank(rank: int, world_size: int, block: str) -> None:
+    with launched(rank, world_size):
+        found = run_alone(block)
+    histories = [found[name].state.log_history for name in ("tuned", "preferring", "reinforced")]
+    assert [len(history) for history in histories] == [5, 5, 5]
+    assert histories[1][3]["loss"] < histories[1][0]["loss"]
+    assert is_unit(found["preferring"].ref_model) and not is_unit(found["reinforced"].ref_model)
+
+
 def peft_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -378,6 +395,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "plan = plan_model(": planned_model,
     "docs/huggingface.md": huggingface_guide,
     "docs/peft.md": peft_guide,
+    "docs/trl.md": trl_guide,
     "docs/lightning.md": lightning_guide,
 }
 """What runs the block that contains a text, or a whole page, and looks at what it has done."""

@@ -112,8 +112,8 @@ def test_an_unfinished_step_leaves_no_partial_sum(rank: int, flag: bool) -> None
 
 
 def replicas_agree(rank: int, world_size: int) -> torch.Tensor:
-    """Ranks that start from different weights, and train on different data."""
-    model = build(seed=rank, mesh=mesh(), optimize_backward_concat=True)
+    """Replicas that start from different weights, and ranks that train on different data."""
+    model = build(seed=rank // 2, mesh=mesh(), optimize_backward_concat=True)
     train(model, rank)
     return model.flat_param.detach()
 

@@ -24,8 +24,9 @@ def shown(page: Path) -> list[str]:
 @pytest.mark.parametrize("name", REFERENCE)
 def test_all_public_names_are_shown(name: str) -> None:
     title = REFERENCE[name].read_text().splitlines()[0].removeprefix("# ")
-    if "lightning" in name:
-        pytest.importorskip("lightning")
+    for library in ("lightning", "trl"):
+        if library in name:
+            pytest.importorskip(library)
     public = getattr(importlib.import_module(title), "__all__", [])
     assert set(public) - {each.rpartition(".")[2] for each in shown(REFERENCE[name])} <= OTHERS_NAMES
 

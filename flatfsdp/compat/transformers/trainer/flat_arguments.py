@@ -45,6 +45,8 @@ class FlatArguments:
         fp8: FP8 recipe of the layers' linear maps; None: no FP8.
         fp8_weights: whether the flat buffers hold weights in FP8, one byte per element.
         replay: whether microbatches become CUDA graphs (`flatfsdp.replayed`).
+        shard_others: whether models that the trainer only evaluates (references, rewards) are sharded, too,
+            by the same policy.  Otherwise each rank holds them whole.
 
     Raises:
         ValueError: for `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
@@ -58,6 +60,7 @@ class FlatArguments:
     fp8: Recipe | None = None
     fp8_weights: bool = False
     replay: bool = False
+    shard_others: bool = False
 
     def __post_init__(self) -> None:
         if self.fp8_weights and self.fp8 is None:
@@ -85,7 +88,7 @@ class FlatArguments:
         if is_unit(model):
             self._require_only_of_training()
             return model
-        policy = policy_of(model) if self.policy is None else self.policy
+        policy = self._policy_for(model)
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
         if dist.is_initialized():
             # As under DistributedDataParallel: programs need not seed all ranks alike.
@@ -94,29 +97,59 @@ class FlatArguments:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
             convert(model)
+        precision = self.precision or Precision(
+            compute=self._compute_dtype(model, arguments),
+            fp8_weights=CurrentScaling() if self.fp8_weights else None,
+        )
         return shard(
             model,
             policy,
             device=arguments.device,
-            precision=self._precision(model, arguments),
+            precision=precision,
             reshard_after_forward=self.reshard_after_forward,
             optimize_backward_concat=self.optimize_backward_concat,
             param_init_fn=init_weights_of(model) if is_on_meta else None,
         )
 
-    def _precision(self, model: nn.Module, arguments: Any) -> Precision:
-        if self.precision is not None:
-            return self.precision
-        is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
-        return Precision(
-            compute=torch.bfloat16 if is_bf16 else torch.float32,
-            fp8_weights=CurrentScaling() if self.fp8_weights else None,
+    def prepare_other(self, model: nn.Module, arguments: Any) -> None:
+        """Shards a model that is evaluated only, in the dtype that it computes in.
+
+        It starts from the first rank's values.  Collective.
+
+        Args:
+            model: plain.
+            arguments: TrainingArguments.
+
+        Raises:
+            RuntimeError: if ranks have different models.
+            ValueError: if `policy_of` or `shard` refuses it.
+        """
+        policy = self._policy_for(model)
+        if dist.is_initialized():
+            take_from_first_rank(model, arguments.device)
+        dtype = self._compute_dtype(model, arguments)
+        shard(
+            model,
+            policy,
+            device=arguments.device,
+            # No optimizer needs masters of its weights.
+            precision=Precision(param=dtype, compute=dtype),
+            reshard_after_forward=self.reshard_after_forward,
         )
+
+    def _policy_for(self, model: nn.Module) -> WrapPolicy:
+        return policy_of(model) if self.policy is None else self.policy
+
+    def _compute_dtype(self, model: nn.Module, arguments: Any) -> torch.dtype:
+        if self.precision is not None:
+            return self.precision.compute
+        is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
+        return torch.bfloat16 if is_bf16 else torch.float32
 
     def _require_only_of_training(self) -> None:
         """Checks that no option is set that takes effect only when a model is sharded."""
         plain = FlatArguments()
-        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay"}
+        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay", "shard_others"}
         asked = [name for name in sorted(of_sharding) if getattr(self, name) != getattr(plain, name)]
         if asked:
             raise ValueError(
@@ -192,6 +225,7 @@ def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
         given.load_best_model_at_end and given.save_only_model and not isinstance(model, PreTrainedModel),
         f"what is saved of a {type(model).__name__} alone is not read back; save the optimizer, too",
     )
+    yield from _impossible_in_trl(given, flat)
     if flat.fuse:
         yield "use_liger_kernel", given.use_liger_kernel, "FlatArguments(fuse=True) has its own kernels"
     if flat.replay:
@@ -201,3 +235,21 @@ def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
             given.torch_empty_cache_steps is not None,
             "memory of recorded microbatches is kept",
         )
+
+
+def _impossible_in_trl(given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
+    """Unsupported options of TRL's trainers, which read parameters one by one, or whatever is saved."""
+    is_of_trl = any(base.__module__.partition(".")[0] == "trl" for base in type(given).__mro__)
+    for name, instead in _IMPOSSIBLE_IN_TRL.items():
+        yield name, is_of_trl and bool(getattr(given, name, False)), instead
+    # They read and collect figures in every microbatch.
+    yield "FlatArguments(replay=True)", is_of_trl and flat.replay, "TRL's metrics would not run in replays"
+
+
+_IMPOSSIBLE_IN_TRL = {
+    "use_vllm": "its weights are copied from whole parameters; generate with the model itself",
+    "use_transformers_continuous_batching": "it casts the model to another dtype; generate batch by batch",
+    "sync_ref_model": "it mixes whole parameters; take a reference that stays as it is",
+    "activation_offloading": "it takes gathered parameters for activations; use gradient_checkpointing",
+    "cast_lm_head_to_fp32": "all parameters are gathered in one dtype; choose FlatArguments(precision=...)",
+}

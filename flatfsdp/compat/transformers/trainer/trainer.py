@@ -5,7 +5,8 @@ Out:  the results of `Trainer`: losses, gradient norms, checkpoints that `from_p
 
 Differences from `Trainer` under torchrun, which wraps the model in DistributedDataParallel:
 
-    the model       is sharded when the trainer is made, before there is an optimizer
+    the model       is sharded as soon as the trainer is made, before there is an optimizer
+    other models    (references, rewards) are moved to the device, and sharded if requested
     a microbatch    tells the engine its place in the step; it runs as a CUDA graph if requested
     AdamW           is `flatfsdp.optim.AdamW`, one kernel
     a checkpoint    is written by all ranks: files for `from_pretrained`, and `flatfsdp/` for resuming
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -41,7 +42,7 @@ from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, require_possible
 from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
-from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.contract.claimed import TAKEN_AS, is_unit
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.microbatch import microbatches
@@ -51,8 +52,22 @@ logger = logging.getLogger(__name__)
 STATE = "flatfsdp"
 """Folder in a checkpoint with shards and optimizer, as `flatfsdp.checkpoint` writes them."""
 
+T = TypeVar("T", bound="FlatTrainer")
 
-class FlatTrainer(transformers.Trainer):
+
+class _ShardsLast(type):
+    """Shards a trainer's model when the `__init__` of every class has returned.
+
+    Trainers change their model there: they load it, add adapters, switch dropout off, replace its forward.
+    """
+
+    def __call__(cls: type[T], *args: Any, **options: Any) -> T:  # type: ignore[misc]  # a class of trainers
+        trainer: T = type.__call__(cls, *args, **options)
+        trainer._shard()
+        return trainer
+
+
+class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     """transformers' Trainer, whose model FlatFSDP shards in place.
 
         trainer = FlatTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data)
@@ -62,12 +77,14 @@ class FlatTrainer(transformers.Trainer):
     `from_pretrained`, or one on the meta device.  Afterwards `trainer.model` is sharded, with the same class,
     names and methods.  All ranks have to call `train`, `evaluate`, `predict` and `save_model`.
 
+    A trainer that is derived from `Trainer` becomes one of these by `class Mine(FlatTrainer, Theirs)`.  The
+    model is sharded after the `__init__` of all classes, or when one of them creates the optimizer.
+
     Args:
-        model: plain, or already sharded in place.
-        args: TrainingArguments.
-        rest: further positional arguments of `Trainer`.
+        args: positional arguments of `Trainer`, or of the class after this one.  The model may be already
+            sharded in place.
         flat: how to shard and compute the model; None: `FlatArguments()`.
-        options: further arguments of `Trainer`, except `model_init`.  An optimizer in `optimizers` has to be
+        options: arguments of `Trainer` by name, except `model_init`.  An optimizer in `optimizers` has to be
             made from an already sharded model; otherwise use `optimizer_cls_and_kwargs`.
 
     Raises:
@@ -79,34 +96,58 @@ class FlatTrainer(transformers.Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(
-        self, model: Any, args: Any = None, *rest: Any, flat: FlatArguments | None = None, **options: Any
-    ) -> None:
-        if model is None or options.get("model_init") is not None:
-            raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
-        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        local_path(args.output_dir)
+    def __init__(self, *args: Any, flat: FlatArguments | None = None, **options: Any) -> None:
         self._flat = FlatArguments() if flat is None else flat
-        require_possible(model, args, self._flat)
-        model = self._flat.prepare(model, args)
-        super().__init__(model, args, *rest, **options)
-        if self.optimizer is not None:
-            _require_made_after(self.optimizer)
+        self._microbatch: Callable[..., Tensor] | None = None
         self._places: Generator[int] | None = None
         self._left = 0
-        self._microbatch = replayed(model, self._run) if self._flat.replay else self._run
+        super().__init__(*args, **options)
 
     # ---- what surrounds the model -----------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates `Trainer`'s Accelerator, which leaves the model unchanged here."""
+        """Creates `Trainer`'s Accelerator, which leaves the model to this trainer."""
+        # The first thing that Trainer does with model and arguments.
+        if self.model is None:
+            raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
+        local_path(self.args.output_dir)
+        require_possible(self.model, self.args, self._flat)
         super().create_accelerator_and_postprocess()
-        self.accelerator.prepare_model = self._prepared
+        self._prepare_other = self.accelerator.prepare_model
+        self.accelerator.prepare_model = self._prepare_model
 
-    def _prepared(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        if model not in self.accelerator._models:
-            self.accelerator._models.append(model)
-        return model
+    def _prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Accelerate's `prepare_model`: the trained model stays as it is, and others may be sharded."""
+        if model is self.model:
+            if model not in self.accelerator._models:
+                self.accelerator._models.append(model)
+            return model
+        if evaluation_mode and self._flat.shard_others and not is_unit(model):
+            self._flat.prepare_other(model, self.args)
+        if is_unit(model):
+            device_placement, evaluation_mode = False, True
+        prepared: nn.Module = self._prepare_other(model, device_placement, evaluation_mode)
+        return prepared
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: sharding moves it part by part, so that no device holds all of it."""
+
+    def _shard(self) -> None:
+        """Shards the model, once.  Collective."""
+        if self._microbatch is not None:
+            return
+        model = self._flat.prepare(self.model, self.args)
+        if self.optimizer is not None:
+            _require_made_after(self.optimizer)
+        self._microbatch = replayed(model, self._run) if self._flat.replay else self._run
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Creates `Trainer`'s optimizer, of the sharded model."""
+        self._shard()
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -139,10 +180,10 @@ class FlatTrainer(transformers.Trainer):
             next(self._places)
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
-        inputs = self._prepare_inputs(inputs)
         if self._flat.replay:
-            # Tokenizers return a mapping that `replayed` cannot inspect.
-            inputs = dict(inputs)
+            # Before what is recorded; tokenizers return a mapping that `replayed` cannot inspect.
+            inputs = dict(self._prepare_inputs(inputs))
+        assert self._microbatch is not None
         loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._left -= 1
         if not self._left:
@@ -158,7 +199,14 @@ class FlatTrainer(transformers.Trainer):
             _accumulated: number of microbatches, by which `Trainer` divides; another number needs another
                 recording.
         """
-        return super().training_step(self.model, inputs, num_items_in_batch)
+        if not self._flat.replay:
+            return super().training_step(self.model, inputs, num_items_in_batch)
+        # `Trainer` would prepare them a second time.
+        vars(self)["_prepare_inputs"] = lambda prepared: prepared
+        try:
+            return super().training_step(self.model, inputs, num_items_in_batch)
+        finally:
+            del vars(self)["_prepare_inputs"]
 
     def _places_of(self, count: int) -> Generator[int]:
         yield from microbatches(self.model, range(count))
@@ -272,6 +320,8 @@ class FlatTrainer(transformers.Trainer):
         checkpoint.load(Path(checkpoint_folder) / STATE, self.model, self._plain_optimizer)
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
+        # Trainer's own finds no optimizer of its own in the folder; one in between may have saved more.
+        super()._load_optimizer_and_scheduler(checkpoint_folder)
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint
