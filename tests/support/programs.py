@@ -71,7 +71,11 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Environment that torchrun gives a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    elastic = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
     return {name: str(value) for name, value in {**numbers, **master, **elastic}.items()}
 
 
