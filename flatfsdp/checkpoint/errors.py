@@ -8,6 +8,8 @@ Next: `saving.py` and `loading.py` raise them, the same on every rank.
 from __future__ import annotations
 
 import errno
+import pickle
+import re
 
 from torch.distributed.checkpoint import CheckpointException
 
@@ -60,3 +62,12 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
+
+
+def asked_for(error: pickle.UnpicklingError) -> str:
+    """Says what a file asks for that `torch.load(weights_only=True)` refuses.
+
+    PyTorch's own message is several paragraphs, with terminal escapes, and the name in the last of them.
+    """
+    name = re.search(r"\bGLOBAL (\S+)", str(error))
+    return f"it asks for {name[1]}" if name is not None else "it holds more than plain data"

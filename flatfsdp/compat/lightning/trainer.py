@@ -261,7 +261,16 @@ class FlatFSDPStrategy(DDPStrategy):
         optimizer = self.optimizers[0] if len(states) > 1 else None
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         path = self.broadcast(filepath)
-        save_folder(path, self._module, optimizer, self.ema, extra, overwrite=self._overwrite)
+        save_folder(
+            path,
+            self._module,
+            optimizer,
+            self.ema,
+            extra,
+            overwrite=self._overwrite,
+            # Hyperparameters of a module may be of any class, and a run should not end for them.
+            weights_only=False,
+        )
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
