@@ -11,6 +11,8 @@ import errno
 import pickle
 import re
 
+import torch
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 
@@ -20,6 +22,15 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - says what it is
     """The folder does not hold what a save has written there, or not all of it."""
+
+
+def require_folder_first(path: object, call: str) -> None:
+    """Raises TypeError if the arguments of a save or load are in another order."""
+    if isinstance(path, nn.Module | torch.optim.Optimizer):
+        raise TypeError(
+            f"{call} takes the folder first, and then the model, not a {type(path).__name__}: "
+            f"{call}(path, model, optimizer)"
+        )
 
 
 def damaged(place: object, what: str, rank: int | None = None) -> DamagedCheckpoint:

@@ -215,9 +215,9 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
             pickled(part, f"{what}[{key!r}]", weights_only)
         if isinstance(error, pickle.UnpicklingError):
             raise TypeError(
-                f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts, and "
-                "`load` would refuse that, because reading it could run code; save plain values, such as its "
-                "state_dict(), or leave it out"
+                f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts, "
+                "and `load` would refuse that, because reading it could run code; save plain values, such as "
+                "its state_dict(), or leave it out"
             ) from None
         # Pickling runs methods of what is pickled, which raise what they like.
         raise TypeError(f"{what} cannot be saved: {reason(error)}") from None

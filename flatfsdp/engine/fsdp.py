@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import RANK_TIMEOUT
+from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
@@ -94,6 +95,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             data-parallel, too.
     """
 
+    @answering(OPTIONS)
     def __init__(
         self,
         module: nn.Module,
@@ -195,7 +197,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 raise RuntimeError(
                     f"the flat parameter of unit {group.name} was replaced (by another engine around the "
                     "model, or torch.func.functional_call), and nothing would read what took its place; "
-                    "write to it in place"
+                    "write to it in place, and give functional_call a plain copy of the model"
                 )
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:

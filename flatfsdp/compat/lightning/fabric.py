@@ -151,8 +151,8 @@ class FlatFSDPStrategy(DDPStrategy):
             NotImplementedError: with storage_options or a filter.
             ValueError: unless `state` has one model, and at most one optimizer and one EMA.
             FileExistsError: if the folder holds a checkpoint, and the strategy does not overwrite.
-            TypeError: if an object in `state`, or its `state_dict()`, cannot be pickled, or is more than plain
-                data, which `load_checkpoint` would refuse.
+            TypeError: if an object in `state`, or its `state_dict()`, cannot be pickled, or is more than
+                plain data, which `load_checkpoint` would refuse.
             CheckpointError: if one of the ranks could not write.
             Each error is raised on every rank.
         """

@@ -105,5 +105,7 @@ def open_folder(
         try:
             extra = opened.extra(weights_only is not False)
         except checkpoint.CheckpointError as error:
-            raise checkpoint.CheckpointError(f"{error}; if you trust it, load it with weights_only=False") from None
+            raise checkpoint.CheckpointError(
+                f"{error}; if you trust it, load it with weights_only=False"
+            ) from None
     return opened, extra

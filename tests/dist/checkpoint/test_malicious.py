@@ -82,7 +82,9 @@ def test_in_what_is_neither_model_nor_optimizer(tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     writer = Writer(folder, extra={"step": Attack(mark)}, weights_only=False)
     dcp.save(state_of(run), storage_writer=writer)
-    is_refused(run, folder, mark, CheckpointError, r"extra-[0-9a-f]{12}\.pt is refused.*: it asks for os\.makedirs")
+    is_refused(
+        run, folder, mark, CheckpointError, r"extra-[0-9a-f]{12}\.pt is refused.*: it asks for os\.makedirs"
+    )
     with pytest.raises(TypeError, match=r"extra\['step'\] \(Attack\) is more than tensors"):
         checkpoint.save(tmp_path / "other", run.model, extra={"step": Attack(mark)})
 

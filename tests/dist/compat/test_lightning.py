@@ -207,7 +207,9 @@ def test_what_a_load_would_refuse_is_not_saved(rank: int, world_size: int, tmp_p
     loader = torch.utils.data.DataLoader([1, 2, 3])
     for name, state in {"loader": loader, "data": {"train": [0, loader]}}.items():
         where = {"loader": r"\['loader'\]", "data": r"\['data'\]\['train'\]\[1\]"}[name]
-        with pytest.raises(TypeError, match=rf"extra{where} \(DataLoader\) is more.*save plain values") as caught:
+        with pytest.raises(
+            TypeError, match=rf"extra{where} \(DataLoader\) is more.*save plain values"
+        ) as caught:
             run.fabric.save(tmp_path / name, {**run.state, name: state})
         assert caught.value.args[0].isprintable()
         assert not (tmp_path / name / ".metadata").exists()
