@@ -35,8 +35,8 @@ def autocast(
     With `DelayedScaling`, the forward's scales are updated when the outermost region ends, and the gradients'
     when a backward ends, with one all-reduce of a small vector each.  All ranks of the group have to run the
     same layers, and equally many regions and backwards.  Without gradients (evaluation) nothing is recorded.
-    A forward that raises updates nothing.  If no layer inside can compute in FP8, it warns.  Capturing a step in a CUDA graph raises a RuntimeError, because
-    replays would not see new scales.
+    A forward that raises updates nothing.  If no layer inside can compute in FP8, it warns.  Capturing a step
+    in a CUDA graph raises a RuntimeError, because replays would not see new scales.
 
     Args:
         enabled: False turns FP8 off inside.
