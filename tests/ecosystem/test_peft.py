@@ -314,5 +314,7 @@ def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
         model.module.save_pretrained("nowhere", state_dict=state)
     with pytest.raises(AttributeError, match=in_place):
         get_peft_model_state_dict(model, state_dict=state)
+    with pytest.raises(RuntimeError, match=r"past its FlatFSDP.*state dicts of adapters.*flatfsdp\.shard"):
+        get_peft_model_state_dict(model.module)
     with pytest.raises(AttributeError, match=in_place):
         model.merge_adapter()

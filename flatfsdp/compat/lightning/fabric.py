@@ -78,6 +78,10 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         self._backward_sync_control = _BackwardSync()
 
+    def __repr__(self) -> str:
+        """Where it belongs: the Trainer, given it, shows this and calls it an invalid strategy."""
+        return "Fabric's FlatFSDPStrategy (the Trainer's is in flatfsdp.compat.lightning.trainer)"
+
     # ---- setup ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:

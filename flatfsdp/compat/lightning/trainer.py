@@ -107,6 +107,10 @@ class FlatFSDPStrategy(DDPStrategy):
         self.ema: EMA | None = None
         self._gathered = ExitStack()
 
+    def __repr__(self) -> str:
+        """Where it belongs: Fabric, given it, shows this and calls it an invalid strategy."""
+        return "the Trainer's FlatFSDPStrategy (Fabric's is in flatfsdp.compat.lightning)"
+
     # ---- setup ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
