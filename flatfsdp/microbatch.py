@@ -110,7 +110,15 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         for tokens, targets in microbatches(model, batches):
             model(tokens, targets).backward()
         optimizer.step()
+
+    Raises:
+        TypeError: if `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"microbatches takes the model first, and then the batches, not a {type(model).__name__}: "
+            "microbatches(model, batches)"
+        )
     # Before the root module is first called, each unit has a `Microbatch` of its own.
     units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
     states = {unit.microbatch for unit in units}

@@ -5,11 +5,12 @@ Next: `engine/fsdp.py` reads them; nothing else in the engine takes flags.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 
+from flatfsdp.contract.foreign_words import DTYPES, answering
 from flatfsdp.fp8.recipe import CurrentScaling
 
 GradSync = Literal["last", "every"]
@@ -17,6 +18,7 @@ GradSync = Literal["last", "every"]
 reduced in the last one either way."""
 
 
+@answering(DTYPES)
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of a parameter on its way through one step; all floating-point.
@@ -87,6 +89,19 @@ class Prefetch:
                 )
 
 
+def require_flag(name: str, value: object) -> None:
+    """Raises TypeError unless the value of an option is True or False."""
+    if isinstance(value, bool):
+        return
+    hint = ""
+    if name == "reshard_after_forward" and isinstance(value, int):
+        hint = (
+            ". A number is FSDP2's, which keeps parameters sharded over fewer ranks after the forward; here "
+            "mesh= with two dimensions, (replicate, shard), shards over fewer ranks"
+        )
+    raise TypeError(f"{name} is {value!r}; it must be True or False{hint}")
+
+
 @dataclass(frozen=True)
 class Policy:
     """All settings of one `FlatFSDP`, whose constructor documents them."""
@@ -103,6 +118,9 @@ class Policy:
     rank_timeout: float
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type == "bool":
+                require_flag(field.name, getattr(self, field.name))
         if not isinstance(self.rank_timeout, (int, float)) or not self.rank_timeout >= 0.001:
             raise ValueError(f"rank_timeout is {self.rank_timeout!r}; it must be seconds, at least 0.001")
         if not isinstance(self.precision, Precision):

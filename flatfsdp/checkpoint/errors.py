@@ -8,7 +8,11 @@ Next: `saving.py` and `loading.py` raise them, the same on every rank.
 from __future__ import annotations
 
 import errno
+import pickle
+import re
 
+import torch
+from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 
@@ -18,6 +22,15 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - says what it is
     """The folder does not hold what a save has written there, or not all of it."""
+
+
+def require_folder_first(path: object, call: str) -> None:
+    """Raises TypeError if the arguments of a save or load are in another order."""
+    if isinstance(path, nn.Module | torch.optim.Optimizer):
+        raise TypeError(
+            f"{call} takes the folder first, and then the model, not a {type(path).__name__}: "
+            f"{call}(path, model, optimizer)"
+        )
 
 
 def damaged(place: object, what: str, rank: int | None = None) -> DamagedCheckpoint:
@@ -60,3 +73,12 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
     first_line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
+
+
+def asked_for(error: pickle.UnpicklingError) -> str:
+    """Says what a file asks for that `torch.load(weights_only=True)` refuses.
+
+    PyTorch's own message is several paragraphs, with terminal escapes, and the name in the last of them.
+    """
+    name = re.search(r"\bGLOBAL (\S+)", str(error))
+    return f"it asks for {name[1]}" if name is not None else "it holds more than plain data"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flatfsdp.checkpoint.averages import check_average_fits, fill_average, sharded_average
-from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
+from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
 from flatfsdp.checkpoint.extra_state import (
     SECTION,
     check_extra_fits,
@@ -78,6 +78,7 @@ def load(
         The `extra` that was saved, on every rank; {} if there was none.
 
     Raises:
+        TypeError: if `path` is a model.
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if a file is missing or damaged, or the save did not end.
         CheckpointError: if something cannot be read, or reading it could run code; if a rank does not see the
@@ -88,6 +89,7 @@ def load(
         All of them are raised on every rank, with nothing changed.  Only if memory runs out, or files become
         unreadable after their verification, may model and optimizer be loaded in part.
     """
+    require_folder_first(path, "load")
     check_accepted(accept)
     begin(model, Action.LOAD)
     opened = open_checkpoint(path, *world_of(model))

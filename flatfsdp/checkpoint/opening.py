@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from flatfsdp.checkpoint.digests import FileDigest, digest_of
-from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason, unreadable
+from flatfsdp.checkpoint.errors import CheckpointError, asked_for, damaged, unreadable
 from flatfsdp.checkpoint.manifest import (
     COORDINATOR,
     METADATA,
@@ -69,7 +69,7 @@ class OpenCheckpoint:
         except pickle.UnpicklingError as error:
             file = self.folder / extra_name(self.manifest.save_id)
             raise CheckpointError(
-                f"{file} is refused, because reading it could run code: {reason(error)}"
+                f"{file} is refused, because reading it could run code: {asked_for(error)}"
             ) from None
 
 

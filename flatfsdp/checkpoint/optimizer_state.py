@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import Model, named_groups
@@ -253,7 +254,7 @@ def loadable_state(
         {**saved, "params": [numbers[p] for p in group["params"]]}
         for saved, group in zip(options, optimizer.param_groups, strict=True)
     ]
-    return {"state": {n: s for n, s in state.items() if s}, "param_groups": groups}
+    return {"state": {n: s for n, s in state.items() if s}, "param_groups": groups, PART: None}
 
 
 def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

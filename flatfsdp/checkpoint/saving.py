@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flatfsdp.checkpoint.averages import sharded_average
-from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
+from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
 from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
@@ -56,10 +56,12 @@ def save(
         RuntimeError: inside `EMA.averaged`, if an optimizer or an average is passed.
         ValueError: if the path is a URL, or ranks pass different ones; if some units are spread over fewer
             ranks than others; if two stages have parameters of the same name.
-        TypeError: if `load` would refuse `extra`, an option of the optimizer, or the extra state of a module.
+        TypeError: if `path` is a model; if `load` would refuse `extra`, an option of the optimizer, or the
+            extra state of a module.
         CheckpointError: if a rank could not write, with the system's reason.
         All of them are raised on every rank, and the old checkpoint can still be loaded.
     """
+    require_folder_first(path, "save")
     begin(model, Action.SAVE)
     world, device = world_of(model)
     folder = path_of_all_ranks(path, [world], device)

@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,19 +209,29 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
         weights_only: whether `torch.load(weights_only=True)` has to be able to read it.
 
     Raises:
-        TypeError: if it cannot be pickled, or not be read.
+        TypeError: if it cannot be pickled, or not be read; names the part of the value that is to blame.
     """
     file = io.BytesIO()
     try:
         torch.save(value, file)
         if weights_only:
             torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except pickle.UnpicklingError:
-        raise TypeError(
-            f"{what} has more than tensors, numbers, strings, lists and dicts, and `load` would refuse that, "
-            "because reading it could run code; save plain values"
-        ) from None
     except Exception as error:
+        for key, part in _parts(value):
+            pickled(part, f"{what}[{key!r}]", weights_only)
+        if isinstance(error, pickle.UnpicklingError):
+            raise TypeError(
+                f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts, "
+                "and `load` would refuse that, because reading it could run code; save plain values, such as "
+                "its state_dict(), or leave it out"
+            ) from None
         # Pickling runs methods of what is pickled, which raise what they like.
         raise TypeError(f"{what} cannot be saved: {reason(error)}") from None
     return file.getvalue()
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a dict or list holds, by key or index; nothing for other values."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()

@@ -31,5 +31,6 @@ inside FlatFSDP.
     _flatfsdp_owned             engine           engine              claimed.py
 
 `placement.py` reads the tensor-parallel marks for the engine.  Wrappers that add no level to the names
-of modules derive from `Transparent` (`transparent.py`).
+of modules derive from `Transparent` (`transparent.py`).  `foreign_words.py` answers what other engines call
+by other names.
 """

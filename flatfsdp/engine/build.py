@@ -35,7 +35,7 @@ from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule, UnitState
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import GradSync, Policy, Precision, Prefetch
+from flatfsdp.policy import GradSync, Policy, Precision, Prefetch, require_flag
 
 
 def build_unit(
@@ -69,6 +69,7 @@ def build_unit(
     Raises:
         TypeError, ValueError: for the same reasons as `FlatFSDP`.
     """
+    require_flag("shard", shard)
     parameters = parameters_to_take(module)
     policy = Policy(
         default_precision(parameters) if precision is None else precision,

@@ -25,6 +25,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
+from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
 from flatfsdp.engine.joints import Joints
 from flatfsdp.engine.storage.fp8_weights import roles
@@ -50,6 +51,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[nn.Parameter, str] = {}
     for path, owner in own_modules(module):
         refuse_engine_inside(path, owner)
+        refuse_adapter_of_parameter(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
             raise ValueError(
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import RANK_TIMEOUT
+from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
@@ -97,6 +98,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             are data-parallel, too.
     """
 
+    @answering(OPTIONS)
     def __init__(
         self,
         module: nn.Module,
@@ -146,6 +148,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         for group in self.fsdp_state.unit.groups:
             self._register_flat(group.flat_name, group.master.flat)
         module.register_forward_pre_hook(self._check_gathered)
+        module.register_state_dict_pre_hook(self._check_whole)
         if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
             # Past the wrapper it would write an adapter without tensors.
             vars(module)["save_pretrained"] = _refuse_to_save_adapters
@@ -200,14 +203,23 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 raise RuntimeError(
                     f"the flat parameter of unit {group.name} was replaced (by another engine around the "
                     "model, or torch.func.functional_call), and nothing would read what took its place; "
-                    "write to it in place"
+                    "write to it in place, and give functional_call a plain copy of the model"
                 )
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
         if self.fsdp_state.unit.is_sharded:
             raise RuntimeError(
                 f"the forward of {type(module).__name__} was called past its FlatFSDP, so its parameters are "
-                "not gathered; call the FlatFSDP module, not its .module or a method that calls it"
+                "not gathered; call the FlatFSDP module, not its .module or a method that calls it: shard "
+                "the model in place (flatfsdp.shard) to use its methods, such as generate()"
+            )
+
+    def _check_whole(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if not self.fsdp_state.is_whole:
+            raise RuntimeError(
+                f"state_dict of {type(module).__name__} was called past its FlatFSDP, and would be without "
+                "the parameters of this unit; call it of the FlatFSDP module. PEFT's state dicts of adapters "
+                "need a model that is sharded in place (flatfsdp.shard)"
             )
 
     # ---- checkpoints: the parts of ModuleWrapper's state_dict -------------------------------------------

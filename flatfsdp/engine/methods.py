@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.engine.full_params import whole_parameters
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
@@ -244,6 +245,14 @@ class UnitMethods(UnitModule):
 
     # ---- what does not work on a sharded module ---------------------------------------------------------
 
+    def to_empty(self: M, *, device: torch.device | str | int | None, recurse: bool = True) -> NoReturn:
+        """Raises TypeError: what was on the meta device has memory and values."""
+        raise TypeError(
+            "a sharded module has memory and values: shard(..., device=...) has made what was on the meta "
+            "device, unit by unit, and initialised it by reset_parameters() or param_init_fn=. Delete "
+            "to_empty(), and after it model.init_weights() or the loop over reset_parameters()"
+        )
+
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.unit.groups):
             flat = group.master.flat
@@ -263,6 +272,9 @@ class UnitMethods(UnitModule):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("a sharded module cannot be pickled; save its state_dict() instead")
+
+
+answer_methods(UnitMethods, METHODS)
 
 
 @contextmanager

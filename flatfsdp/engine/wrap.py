@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.units import UnitModule
@@ -35,6 +36,7 @@ def by_size(min_numel: int) -> WrapPolicy:
     return lambda name, module, numel: numel >= min_numel and not isinstance(module, containers)
 
 
+@answering(OPTIONS)
 def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> FlatFSDP:
     """Makes a unit of every module the policy picks, inner ones first, and of the whole model at the end.
 

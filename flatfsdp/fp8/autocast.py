@@ -8,6 +8,7 @@ Next: `casts.py` makes quantizers from a region.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,8 +35,8 @@ def autocast(
     With `DelayedScaling`, the forward's scales are updated when the outermost region ends, and the gradients'
     when a backward ends, with one all-reduce of a small vector each.  All ranks of the group have to run the
     same layers, and equally many regions and backwards.  Without gradients (evaluation) nothing is recorded.
-    A forward that raises updates nothing.  Capturing a step in a CUDA graph raises a RuntimeError, because
-    replays would not see new scales.
+    A forward that raises updates nothing.  If no layer inside can compute in FP8, it warns.  Capturing a step
+    in a CUDA graph raises a RuntimeError, because replays would not see new scales.
 
     Args:
         enabled: False turns FP8 off inside.
@@ -59,13 +60,10 @@ def autocast(
             f"recipe is {recipe!r}; pass a DelayedScaling, a CurrentScaling or a BlockScaling of flatfsdp.fp8"
         )
     outer = current_region()
-    region = Region(recipe, enabled, calibrating and not enabled, sharing_scales(amax_reduction_group))
+    region = Region(recipe, enabled, calibrating and not enabled, sharing_scales(amax_reduction_group), outer)
     stage = current_stage()
     if stage is not None:
         stage.confine(region)
-    if outer is not None:
-        # There is one update, at the end of the outermost region.
-        region._used = outer._used
     try:
         with entered(region):
             yield
@@ -75,6 +73,14 @@ def autocast(
         raise
     if outer is None:
         region.end_forward()
+        if enabled and not region.has_layers:
+            # Python shows it once for each place in the program.
+            warnings.warn(
+                "nothing in this fp8.autocast can compute in FP8, and all of it ran without: give the model "
+                "layers of flatfsdp.layers, or convert its nn.Linear by flatfsdp.layers.convert(model)",
+                # Of the `with` statement, behind contextlib.
+                stacklevel=3,
+            )
 
 
 @contextmanager

@@ -25,16 +25,26 @@ class Region:
         enabled: whether GEMMs are in FP8.
         calibrating: whether amaxes are recorded although GEMMs are not in FP8.
         group: rank group that shares scales; None for this rank alone.
+        outermost: the region around all others; may be this one.
+        has_layers: of the outermost region: whether a layer that can compute in FP8 has run in it.
     """
 
     def __init__(
-        self, recipe: Recipe, enabled: bool, calibrating: bool, group: dist.ProcessGroup | None
+        self,
+        recipe: Recipe,
+        enabled: bool,
+        calibrating: bool,
+        group: dist.ProcessGroup | None,
+        outer: Region | None,
     ) -> None:
         self.recipe = recipe
         self.enabled = enabled
         self.calibrating = calibrating
         self.group = group
-        self._used: dict[Scaling, None] = {}
+        self.outermost: Region = self if outer is None else outer.outermost
+        self.has_layers = False
+        # There is one update, at the end of the outermost region.
+        self._used: dict[Scaling, None] = {} if outer is None else outer._used
         self._used_backward: dict[Scaling, None] = {}
         self._backward = -1
 

@@ -154,7 +154,11 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         is_evaluation = not (self.training or torch.is_grad_enabled())
         tape = None if is_evaluation else current_tape()
         use = None if tape is None else tape.next_use(self)
-        region = current_region() if use is None else use.region
+        region = current_region()
+        if region is not None:
+            region.outermost.has_layers = True
+        if use is not None:
+            region = use.region
         is_unknown = use is None and in_backward()
         if region is None or not (region.enabled or region.calibrating):
             if is_unknown and region is None and self._ran_in_fp8:

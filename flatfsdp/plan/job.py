@@ -17,7 +17,7 @@ from flatfsdp.fp8 import BlockScaling, Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
-from flatfsdp.policy import Precision, Prefetch
+from flatfsdp.policy import Precision, Prefetch, require_flag
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Job:
     prefetch: Prefetch = field(default_factory=Prefetch)
 
     def __post_init__(self) -> None:
+        require_flag("reshard_after_forward", self.reshard_after_forward)
         for name in ("batch", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     WeightAveraging,
 )
 
+import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
 
 WIDTH, COUNT = 8, 24
@@ -254,6 +255,10 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
         FlatFSDPStrategy(find_unused_parameters=True)
     with pytest.raises(TypeError, match="no option device; the Trainer has"):
         FlatFSDPStrategy(device="cpu")
+    with pytest.raises(ValueError, match=r"the Trainer's is in flatfsdp\.compat\.lightning\.trainer"):
+        L.Trainer(strategy=fabric.FlatFSDPStrategy(), accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match=r"Fabric's is in flatfsdp\.compat\.lightning\)"):
+        fabric.Fabric(strategy=FlatFSDPStrategy(), accelerator="cpu", devices=1)  # type: ignore[arg-type]
 
     saved = fit(Edited())
     with pytest.raises(NotImplementedError, match=r"has changed state_dict .* under another key"):

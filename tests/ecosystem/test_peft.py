@@ -145,6 +145,27 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "target",
+    [{"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj"]}],
+)
+def test_lora_of_routers_and_experts_is_refused(way: str, target: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    family = FAMILIES["Mixtral"]
+    model = get_peft_model(family.build(), LoraConfig(**target))
+    before = dict(model.named_parameters())
+    is_router = target["target_modules"] == "all-linear"
+    what = r"gate \(weight" if is_router else r"experts \(gate_up_proj"
+    message = rf"adapts a parameter of \S*{what} of a Mixtral.*no routers or experts"
+    with pytest.raises(ValueError, match=message):
+        sharded(way, model, family.is_unit)
+    if way == "in place":
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    sharded(way, get_peft_model(family.build(), LoraConfig(target_modules=["q_proj"])), family.is_unit)
+
+
 @on_ranks(2)
 def test_merged_adapters_stay_where_they_are(rank: int) -> None:
     """This also holds inside `unsharded`, where otherwise only copies would be merged."""
@@ -295,5 +316,7 @@ def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
         model.module.save_pretrained("nowhere", state_dict=state)
     with pytest.raises(AttributeError, match=in_place):
         get_peft_model_state_dict(model, state_dict=state)
+    with pytest.raises(RuntimeError, match=r"past its FlatFSDP.*state dicts of adapters.*flatfsdp\.shard"):
+        get_peft_model_state_dict(model.module)
     with pytest.raises(AttributeError, match=in_place):
         model.merge_adapter()

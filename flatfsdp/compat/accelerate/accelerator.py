@@ -37,10 +37,8 @@ from flatfsdp.compat.accelerate import states
 from flatfsdp.compat.accelerate.apart import apart
 from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
 from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
-from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.claim import parameters_to_take
 from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.wrap import WrapPolicy
 
@@ -180,12 +178,14 @@ class FlatAccelerator(Accelerator):
             policy = policy_of(model) if self._policy is None else self._policy
         except ValueError as error:
             raise ValueError(f"{error}: FlatAccelerator(policy=by_class(...))") from error
-        # Checked before the first collective.
-        parameters_to_take(model)
-        take_from_first_rank(model, self._engine_device)
         _warn_of_batch_norm(model, self.num_processes)
         before = dict(model.named_parameters(remove_duplicate=False))
-        options = {"precision": precision_of(self.mixed_precision), **self._shard_options}
+        # As under DistributedDataParallel: programs need not seed all ranks alike.
+        options = {
+            "precision": precision_of(self.mixed_precision),
+            "sync_module_states": True,
+            **self._shard_options,
+        }
         shard(model, policy, device=self._engine_device, **options)
         self._renamed.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self._plain_optimizers(self._optimizers):

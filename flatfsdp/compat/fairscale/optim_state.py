@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.checkpoint.full_optimizer import described_whole
+from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import UnitModule, named_groups, units_in
 from flatfsdp.flat.layout import ParamSlot
@@ -55,7 +56,7 @@ def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | Non
                 numbers = {key: _outgoing(key, value) for key, value in described[name].values.items()}
                 state[number] = {**by_name["state"][name], **numbers}
     options = {key: value for key, value in by_name["param_groups"][0].items() if key != "params"}
-    extra = {key: value for key, value in optimizer.state_dict().items() if key not in by_name}
+    extra = {key: value for key, value in optimizer.state_dict().items() if key not in (*by_name, PART)}
     return {
         **extra,
         "state": state,

@@ -57,7 +57,7 @@ class FlatFSDPStrategy(DDPStrategy):
     Sharding and dtypes are chosen where the model is wrapped.  Accumulate gradients with `microbatches` or
     with `fabric.no_backward_sync`; the first also tells FP8 layers which microbatch is the first.  A
     checkpoint is a folder that `flatfsdp.checkpoint.load` reads as well, on any number of ranks; objects
-    other than model and optimizer become its `extra`.
+    other than model and optimizer become its `extra`, as plain data.
 
     Args:
         overwrite: whether `fabric.save` replaces a checkpoint in the folder, as Fabric's own strategies do;
@@ -77,6 +77,10 @@ class FlatFSDPStrategy(DDPStrategy):
                 "said where it is wrapped, in auto_wrap or FlatFSDP"
             )
         self._backward_sync_control = _BackwardSync()
+
+    def __repr__(self) -> str:
+        """Where it belongs: the Trainer, given it, shows this and calls it an invalid strategy."""
+        return "Fabric's FlatFSDPStrategy (the Trainer's is in flatfsdp.compat.lightning.trainer)"
 
     # ---- setup ------------------------------------------------------------------------------------------
 
@@ -152,7 +156,8 @@ class FlatFSDPStrategy(DDPStrategy):
             ValueError: unless `state` has one model, and at most one optimizer and one EMA; if the path is a
                 URL.
             FileExistsError: if the folder holds a checkpoint, and the strategy does not overwrite.
-            TypeError: if an object in `state` cannot be pickled.
+            TypeError: if an object in `state`, or its `state_dict()`, cannot be pickled, or is more than
+                plain data, which `load_checkpoint` would refuse.
             CheckpointError: if one of the ranks could not write.
             Each error is raised on every rank.
         """
@@ -163,7 +168,9 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         model, optimizer, ema, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-        save_folder(self.broadcast(path), model, optimizer, ema, extra, overwrite=self._overwrite)
+        save_folder(
+            self.broadcast(path), model, optimizer, ema, extra, overwrite=self._overwrite, weights_only=True
+        )
 
     def load_checkpoint(
         self,

@@ -67,6 +67,7 @@ def save_folder(
     extra: dict[str, Any],
     *,
     overwrite: bool,
+    weights_only: bool,
 ) -> None:
     """Writes a folder, each rank its part.  Collective.
 
@@ -75,13 +76,14 @@ def save_folder(
         model: the sharded model.
         optimizer: its optimizer, or None.
         ema: an average of its weights, or None.
-        extra: objects of any class; loading them needs weights_only=False.
+        extra: what is to be saved beside them.
         overwrite: whether to replace a checkpoint in the folder.
+        weights_only: whether to refuse an `extra` that needs weights_only=False when it is loaded.
 
     Raises:
         Exception: what `flatfsdp.checkpoint.save` raises, on every rank.
     """
-    writer = checkpoint.Writer(path, overwrite=overwrite, extra=extra, weights_only=False)
+    writer = checkpoint.Writer(path, overwrite=overwrite, extra=extra, weights_only=weights_only)
     write(writer, model, optimizer, ema)
 
 
@@ -100,5 +102,10 @@ def open_folder(
     """
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):
-        extra = opened.extra(weights_only is not False)
+        try:
+            extra = opened.extra(weights_only is not False)
+        except checkpoint.CheckpointError as error:
+            raise checkpoint.CheckpointError(
+                f"{error}; if you trust it, load it with weights_only=False"
+            ) from None
     return opened, extra

@@ -1,14 +1,20 @@
-"""Refuses optimizers that cannot train a sharded model: in their first step, on all ranks alike.
+"""Refuses optimizers that cannot train a sharded model, and states of other ranks; on all ranks alike.
 
-In:   an optimizer that is about to step.
-Out:  ValueError before the step begins, which says what to do instead.
+In:   an optimizer that is given parameters or a state dict, or that is about to step.
+Out:  ValueError before anything has changed, which says what to do instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.comm.meeting import meet
+from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
@@ -42,12 +48,103 @@ _NOT_ELEMENTWISE = frozenset(
 """Optimizers whose update of an element depends on other elements: class names, lower case, without "_"."""
 
 
+PART = "flatfsdp_part"
+"""Key of a state dict for the part of the model that its state is of: the value of `_parts`.
+
+None if `flatfsdp.checkpoint` has made the state dict for this rank.
+"""
+
+
+def refuse_whole_parameters_needed(optimizer: torch.optim.Optimizer) -> None:
+    """Checks an optimizer that has been given shards.
+
+    Raises:
+        ValueError: if its update of an element depends on other elements.
+    """
+    if not _is_elementwise(type(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
+            "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
+            "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
+        )
+
+
+def note_part(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Notes in a state dict which ranks' part of the model it is of; a hook of the optimizer."""
+    state_dict[PART] = _parts(optimizer)
+
+
+def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Checks a state dict before it is loaded; a hook of the optimizer.
+
+    Collective over the ranks that share the model, unless `flatfsdp.checkpoint` has made the state dict.
+
+    Raises:
+        ValueError: on all ranks, if the state is not of this rank's part of the model on one of them.
+        RuntimeError: if some ranks do not load.
+    """
+    if PART in state_dict and state_dict[PART] is None:
+        return
+    problem = _misfit(optimizer, state_dict)
+    targets = {(target.grid, target.stages): target for target in _targets(optimizer)}
+    for (grid, stages), target in targets.items():
+        for ranks in (*grid.dimensions, stages):
+            meet(ranks, "optimizer.load_state_dict", target.group.policy.rank_timeout)
+            problem = next(filter(None, all_gather_object(problem, ranks, target.device)), None)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str | None:
+    """Says why a state dict cannot be loaded; None if it can."""
+    rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+    way_out = (
+        "save with flatfsdp.checkpoint.save(path, model, optimizer), and load with flatfsdp.checkpoint.load; "
+        "flatfsdp.checkpoint.load_full_optimizer_state_dict takes a state of whole parameters, by name"
+    )
+    if PART in state_dict:
+        if state_dict[PART] == _parts(optimizer):
+            return None
+        return (
+            f"{rank} loads the state dict of an optimizer that has another rank's part of the model, or had "
+            f"it on another number of ranks, such as the first rank's from torch.save; {way_out}"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses other lengths
+        for key, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                return (
+                    f"the state dict of an optimizer has {key!r} of shape {tuple(value.shape)} for a "
+                    f"parameter of which {rank} has {parameter.numel()} elements: its model was not sharded; "
+                    f"{way_out}"
+                )
+    return None
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Rank and number of ranks in each dimension that parts a model, for each of the optimizer's models."""
+    split_over = ((t.grid.shard, t.grid.tensor, t.stages) for t in _targets(optimizer))
+    return [
+        [number for ranks in each for number in (ranks.rank, ranks.size)]
+        for each in dict.fromkeys(split_over)
+    ]
+
+
+def _targets(optimizer: torch.optim.Optimizer) -> Iterator[PortionTarget]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            target = FLAT_SHARD.of(parameter)
+            if isinstance(target, PortionTarget):
+                yield target
+
+
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
 
     Raises:
-        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it needs
-            whole parameters and has shards; if weight decay was chosen by `p.dim()`, which is 1 for shards.
+        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if weight
+            decay was chosen by `p.dim()`, which is 1 for shards.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # No function call per parameter: that would take most of the time.
@@ -59,12 +156,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "sharded, as a forward reads it, or as summon_full_params shows it; its step would not reach the "
             "shards. Build the optimizer after sharding, outside of summon_full_params, from "
             "model.parameters() or flatfsdp.param_groups(model, ...)"
-        )
-    if not _is_elementwise(type(optimizer)) and any(FLAT_SHARD.of(p) is not None for p in parameters):
-        raise ValueError(
-            f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
-            "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
-            "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
         )
     _refuse_decay_by_dim(optimizer)
 

@@ -1,4 +1,4 @@
-"""PyTorch hooks through which the engine sees what happens to its units and shards.
+"""Hooks of PyTorch through which the engine sees what happens to its units and shards.
 
 In:   a module that has become a unit.
 Out:  `guard(module)`; from then on the other files of this folder check each such event.
@@ -6,7 +6,8 @@ Out:  `guard(module)`; from then on the other files of this folder check each su
 
 from __future__ import annotations
 
-from functools import cache
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatfsdp.contract.claimed import mark_owned
+from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.guards.late_modules import refuse_late_module
-from flatfsdp.engine.guards.optimizers import refuse_early_step, refuse_optimizer
+from flatfsdp.engine.guards.optimizers import (
+    note_part,
+    refuse_early_step,
+    refuse_optimizer,
+    refuse_state_of_another_part,
+    refuse_whole_parameters_needed,
+)
 from flatfsdp.engine.guards.other_engines import refuse_engine_around
 from flatfsdp.torch_private import never_traced
 
@@ -29,7 +37,7 @@ def guard(module: nn.Module) -> None:
     _install()
 
 
-@cache
+@functools.cache
 def _install() -> None:
     """Installs hooks that stay until the process ends.
 
@@ -37,12 +45,34 @@ def _install() -> None:
     """
     register_module_module_registration_hook(_before_module)
     register_optimizer_step_pre_hook(_before_step)
+    # PyTorch has no hook for what optimizers are given, nor for state dicts of all of them.
+    cls: Any = torch.optim.Optimizer
+    cls.add_param_group = _watching(cls.add_param_group)
 
 
 def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
     refuse_late_module(parent, name, value)
     if value is not None:
         refuse_engine_around(parent, value)
+
+
+def _watching(add: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add)
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(optimizer, param_group)
+        watched = vars(optimizer)
+        if _WATCHED in watched or all(FLAT_SHARD.of(p) is None for p in optimizer.param_groups[-1]["params"]):
+            return
+        refuse_whole_parameters_needed(optimizer)
+        optimizer.register_state_dict_post_hook(note_part)
+        optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
+        watched[_WATCHED] = True
+
+    return add_param_group
+
+
+_WATCHED = "_flatfsdp_watched"
+"""Attribute of optimizers whose state dicts are watched."""
 
 
 # Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
+from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
@@ -31,6 +32,7 @@ from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 M = TypeVar("M", bound=nn.Module)
 
 
+@answering(OPTIONS)
 def shard(
     module: M,
     policy: WrapPolicy | None = None,
@@ -65,22 +67,27 @@ def shard(
         `module`.
 
     Raises:
-        TypeError: if the policy is a class or cannot be called; for an unknown option; if no class can be
-            derived from the module's class.
+        TypeError: if `module` is no module; if the policy is a class or cannot be called; for an unknown
+            option; if no class can be derived from the module's class.
         ValueError: if the policy picks nothing; if parameters cannot be sharded, see `FlatFSDP`; if the
             module is sharded or wrapped already, or is never called.
     """
     require_known(options)
 
-    picked = {} if policy is None else pick_units(module, policy)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"shard takes a module, and then the policy, not a {type(module).__name__} first. Several "
+            "modules are one unit as parts of the module around them: shard that one; or shard each by itself"
+        )
     # Raise all that can be known before anything changes.
+    _require_shardable(module)
+    picked = {} if policy is None else pick_units(module, policy)
     parameters = parameters_to_take(module)
     if options.get("precision") is None:
         # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
         options["precision"] = default_precision(parameters)
     for each in picked:
         _require_shardable(each)
-    _require_shardable(module)
 
     def make(part: nn.Module) -> UnitModule:
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)

@@ -101,6 +101,7 @@ class Recording:
         self._graph.replay()
         self._renew()
         if (region := current_region()) is not None:
+            region.outermost.has_layers = True
             for scaling in self._used_in_region:
                 region.use(scaling)
         # A skipped step may have taken away the scales of a first update, which this replay has made again.

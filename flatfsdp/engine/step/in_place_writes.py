@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from flatfsdp.engine.storage.group import FlatGroup
 
 
@@ -77,4 +79,13 @@ class WriteCheck:
                     for index, (slot, was, now) in slots
                     if was != now or index in taken
                 ]
+                if len(names) > 1:
+                    # Views of one tensor count together, and of these a table with `max_norm` has written.
+                    sites = [site for sites in group.binding.sites for site in sites]
+                    tables = {group.prefix + site.name for site in sites if _is_renormed(site.module)}
+                    names = [name for name in names if name in tables] or names
                 yield group, " or ".join(names)
+
+
+def _is_renormed(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

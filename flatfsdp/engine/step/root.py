@@ -433,7 +433,9 @@ class Root:
 
     def abandon_step(self) -> None:
         """Restores a state in which the next step is clean, after an exception."""
-        logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
+        # A forward that fails at the beginning of a step loses nothing; its error says enough.
+        if self.microbatch.index > 0 or self.backward.has_failed:
+            logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
         self.backward.close()
         self.microbatch.awaits_gradients = False
         self.reducer.abandon()

@@ -201,7 +201,8 @@ class Unit:
                 raise RuntimeError(
                     f"parameter {group.prefix}{name} was replaced after sharding, and nothing would update "
                     "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
-                    "resize it) before the model is sharded"
+                    "resize it) before the model is sharded. torch.func.functional_call, which replaces "
+                    "parameters for one call, is not supported: call it with a plain copy of the model"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may

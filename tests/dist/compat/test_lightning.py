@@ -200,6 +200,23 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(rank: int, world_size: 
         run.fabric.save(tmp_path, run.state)
 
 
+@on_ranks(1, 2)
+def test_what_a_load_would_refuse_is_not_saved(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A data loader in the state, as in litgpt: the run could not be resumed."""
+    run = Run(rank, world_size)
+    loader = torch.utils.data.DataLoader([1, 2, 3])
+    for name, state in {"loader": loader, "data": {"train": [0, loader]}}.items():
+        where = {"loader": r"\['loader'\]", "data": r"\['data'\]\['train'\]\[1\]"}[name]
+        with pytest.raises(
+            TypeError, match=rf"extra{where} \(DataLoader\) is more.*save plain values"
+        ) as caught:
+            run.fabric.save(tmp_path / name, {**run.state, name: state})
+        assert caught.value.args[0].isprintable()
+        assert not (tmp_path / name / ".metadata").exists()
+    run.fabric.save(tmp_path, {**run.state, "rows": [1, (2, "three")], "path": None})
+    run.fabric.load(tmp_path, run.state)
+
+
 def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:
     run = Run(rank, world_size)
     run.fabric.load_raw(file, run.state["model"])

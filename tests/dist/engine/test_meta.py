@@ -11,6 +11,7 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.checkpoint import full_state_dict
+from tests.support.both_forms import WAYS, sharded
 from tests.support.models import VOCAB, WIDTH, Block, Net, data, same_trace, train
 from tests.support.ranks import on_ranks
 
@@ -136,3 +137,15 @@ def test_a_weight_tied_across_units_is_noticed_on_meta() -> None:
     net[0] = FlatFSDP(net[0], device="cpu")
     with pytest.raises(ValueError, match=r"1\.weight is tied to weight"):
         FlatFSDP(net, device="cpu")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_fsdp2s_recipe_names_the_lines_to_delete(rank: int, way: str) -> None:
+    """`to_empty`, then `reset_parameters`; without both it is initialised, and trains."""
+    model = sharded(way, on_meta(Net), by_class(Block), device="cpu")
+    with pytest.raises(TypeError, match=r"has memory and values.*Delete to_empty\(\), and after it"):
+        model.to_empty(device="cpu")
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    assert not any(value.isnan().any() for value in model.state_dict().values())

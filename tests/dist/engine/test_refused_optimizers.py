@@ -1,15 +1,18 @@
-"""Optimizers that cannot train a sharded model are refused in their first step; others are not."""
+"""Optimizers that cannot train a sharded model are refused, and states of other ranks; others are not."""
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, by_class, param_groups
+from flatfsdp import FlatFSDP, by_class, param_groups, shard
 from tests.support.both_forms import WAYS, sharded
 from tests.support.models import Block, Net, build, data
 from tests.support.ranks import on_ranks
@@ -89,7 +92,9 @@ class FusedLayerwise(Lamb):
 
 
 @pytest.mark.parametrize(("way", "grouped"), [("wrapped", True), ("wrapped", False), ("in place", False)])
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Lamb, FusedLayerwise])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Lamb, FusedLayerwise]
+)
 @on_ranks(2)
 def test_an_optimizer_of_whole_parameters_is_refused(
     rank: int, kind: type[torch.optim.Optimizer], grouped: bool, way: str
@@ -99,12 +104,16 @@ def test_an_optimizer_of_whole_parameters_is_refused(
     if grouped:
         groups = param_groups(model, [{"params": lambda _, shape: len(shape) < 2}])
         parameters = [parameter for group in groups for parameter in group["params"]]
-    optimizer = kind(parameters, lr=0.1)
-    _backward(model, rank)
-    before = _shards(model)
     with pytest.raises(ValueError, match=f"{kind.__name__} needs whole parameters.*element-wise"):
-        optimizer.step(lambda: torch.zeros(()))
-    assert all(map(torch.equal, before, _shards(model)))
+        kind(parameters, lr=0.1)
+
+
+@on_ranks(2)
+def test_an_optimizer_is_refused_that_is_given_shards_later() -> None:
+    net, model = Net(), _model("in place")
+    optimizer = torch.optim.Adafactor(net.parameters())
+    with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
+        optimizer.add_param_group({"params": list(model.parameters())})
 
 
 @on_ranks(2)
@@ -230,3 +239,83 @@ def test_a_failed_step_leaves_an_optimizer_free(rank: int) -> None:
     optimizer.zero_grad()
     _backward(model, rank)
     optimizer.step()
+
+
+# ---- states of other ranks ------------------------------------------------------------------------------
+
+
+def _trained(way: str, make: str, rank: int, width: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after a step; with a width, of one matrix, of which all ranks have equally much."""
+    model = sharded(way, Net(), by_class(Block)) if not width else shard(nn.Linear(width, width, bias=False))
+    optimizer = OPTIMIZERS[make](model.parameters(), lr=0.1)
+    if width:
+        model(torch.ones(1, width) + rank).square().sum().backward()
+    else:
+        _backward(model, rank)
+    optimizer.step()
+    return model, optimizer
+
+
+def _through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("width", [0, 4])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_the_first_ranks_state_is_refused_on_all_ranks(rank: int, way: str, make: str, width: int) -> None:
+    """Also where all ranks have equally much of each parameter, and no shape would tell."""
+    _, optimizer = _trained(way, make, rank, width)
+    file = [_through_a_file(optimizer.state_dict())]
+    dist.broadcast_object_list(file)
+    _, fresh = _trained(way, make, rank, width)
+    before = copy.deepcopy(fresh.state_dict()["state"])
+    with pytest.raises(ValueError, match=r"rank 1 loads .* from torch\.save; save with flatfsdp\.checkpoint"):
+        fresh.load_state_dict(file[0])
+    after = fresh.state_dict()["state"]
+    assert before.keys() == after.keys()
+    for number, state in before.items():
+        assert all(torch.equal(value, after[number][key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@on_ranks(2)
+def test_each_ranks_own_state_is_loaded(rank: int, make: str) -> None:
+    """From a file of its own, and from memory; with replicas, the first replica's serves all."""
+    model, optimizer = _trained("in place", make, rank)
+    moments = [state["exp_avg"].clone() for state in optimizer.state_dict()["state"].values()]
+    for state_dict in (_through_a_file(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())):
+        fresh = OPTIMIZERS[make](model.parameters(), lr=0.1)
+        fresh.load_state_dict(state_dict)
+        found = [state["exp_avg"] for state in fresh.state_dict()["state"].values()]
+        assert all(map(torch.equal, found, moments))
+    replicated = _model("in place", shard=False)
+    optimizer = OPTIMIZERS[make](replicated.parameters(), lr=0.1)
+    file = [_through_a_file(optimizer.state_dict())]
+    dist.broadcast_object_list(file)
+    optimizer.load_state_dict(file[0])
+
+
+@on_ranks(2)
+def test_a_plain_models_state_is_refused(rank: int) -> None:
+    net = Net()
+    plain = torch.optim.AdamW(net.parameters(), lr=0.1)
+    _backward(net, rank)
+    plain.step()
+    optimizer = torch.optim.AdamW(_model("in place").parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'exp_avg' of shape .*its model was not sharded"):
+        optimizer.load_state_dict(plain.state_dict())
+
+
+@on_ranks(2, timeout=30)
+def test_a_state_that_one_rank_alone_loads_is_refused(rank: int) -> None:
+    model = shard(nn.Linear(4, 4), rank_timeout=1.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"optimizer\.load_state_dict is collective, and rank 1"):
+            optimizer.load_state_dict(optimizer.state_dict())
+    dist.barrier()

@@ -53,6 +53,11 @@ def test_calls_past_the_wrapper_raise() -> None:
     model = build()
     with pytest.raises(RuntimeError, match="forward of Block was called past its FlatFSDP"):
         model.blocks[0].module(torch.zeros(1, 20))
+    for unit in (model, model.blocks[0]):
+        with pytest.raises(RuntimeError, match=r"state_dict of .* was called past its FlatFSDP"):
+            unit.module.state_dict()
+    with model.summon_full_params():
+        assert model.module.state_dict().keys() == model.state_dict().keys()
 
 
 @on_ranks(2)

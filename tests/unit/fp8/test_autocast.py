@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -412,3 +413,42 @@ def test_a_layer_used_twice_records_the_larger_amax() -> None:
     out.sum().backward()
     assert layer.fp8_forward_amax_history[:, 0].tolist() == [0, 0, 0, 5]
     assert layer.fp8_backward_amax_history[:, 0].tolist() == [0, 0, 0, 1]
+
+
+# ---- models without layers for it ------------------------------------------------------------------------
+
+
+def test_a_model_in_which_nothing_can_be_cast_warns_once() -> None:
+    from flatfsdp.layers import convert
+
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)), batch()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with autocast(recipe=SHORT), autocast(recipe=SHORT):
+                plain(x)
+    (warning,) = found
+    assert "convert its nn.Linear" in str(warning.message) and warning.filename == __file__
+    convert(plain, fp8=False, filter=lambda *_: True)
+    with pytest.warns(UserWarning, match="nothing in this fp8.autocast can compute in FP8"):
+        with autocast():
+            plain(x)
+
+
+def test_a_model_that_can_be_cast_warns_of_nothing() -> None:
+    """Nor does one that is told not to, nor a region that fails before its layers."""
+    layer, x = Linear(WIDTH, FFN), batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for recipe in (SHORT, CurrentScaling()):
+            with autocast(recipe=recipe), autocast(recipe=recipe):
+                layer(x)
+            with autocast(recipe=recipe), autocast(enabled=False):
+                layer(x)
+            with autocast(recipe=recipe), torch.inference_mode():
+                layer.eval()(x)
+            layer.train()
+        with autocast(enabled=False):
+            nn.Linear(2, 2)(torch.ones(2, 2))
+        with pytest.raises(KeyError), autocast():
+            raise KeyError

@@ -12,15 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
+from flatfsdp.engine.claim import default_precision
 from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import CurrentScaling, Recipe
@@ -90,9 +89,6 @@ class FlatArguments:
             return model
         policy = self._policy_for(model)
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
-        if dist.is_initialized():
-            # As under DistributedDataParallel: programs need not seed all ranks alike.
-            take_from_first_rank(model, arguments.device)
         if self.fuse:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
@@ -109,6 +105,8 @@ class FlatArguments:
             reshard_after_forward=self.reshard_after_forward,
             optimize_backward_concat=self.optimize_backward_concat,
             param_init_fn=init_weights_of(model) if is_on_meta else None,
+            # As under DistributedDataParallel: programs need not seed all ranks alike.
+            sync_module_states=True,
         )
 
     def prepare_other(self, model: nn.Module, arguments: Any) -> None:
@@ -125,8 +123,6 @@ class FlatArguments:
             ValueError: if `policy_of` or `shard` refuses it.
         """
         policy = self._policy_for(model)
-        if dist.is_initialized():
-            take_from_first_rank(model, arguments.device)
         dtype = self._compute_dtype(model, arguments)
         shard(
             model,
@@ -135,6 +131,7 @@ class FlatArguments:
             # No optimizer needs masters of its weights.
             precision=Precision(param=dtype, compute=dtype),
             reshard_after_forward=self.reshard_after_forward,
+            sync_module_states=True,
         )
 
     def _policy_for(self, model: nn.Module) -> WrapPolicy:
@@ -143,8 +140,7 @@ class FlatArguments:
     def _compute_dtype(self, model: nn.Module, arguments: Any) -> torch.dtype:
         if self.precision is not None:
             return self.precision.compute
-        is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
-        return torch.bfloat16 if is_bf16 else torch.float32
+        return torch.bfloat16 if arguments.bf16 else default_precision(dict(model.named_parameters())).compute
 
     def _require_only_of_training(self) -> None:
         """Checks that no option is set that takes effect only when a model is sharded."""
