@@ -1,6 +1,6 @@
 """Words of other engines, answered with ours.
 
-In:   a keyword argument, or a method, that a program for FSDP1, FSDP2, DDP or DeepSpeed passes or calls.
+In:   a keyword argument, or a method, of FSDP1, FSDP2, DDP, DeepSpeed or Transformer Engine.
 Out:  TypeError with the word that it has here.  A word that is in no table gets Python's own error.
 
 The pages docs/from_fsdp1.md, from_fsdp2.md and from_ddp.md say the same; a test compares them with the
@@ -20,6 +20,8 @@ _PRECISION = "precision=Precision(compute=..., reduce=..., buffer=...)"
 _CASTS = "it is cast_inputs= of shard"
 _WHOLE_MODULES = "a unit takes all parameters of a module that no unit inside has: freeze those, if need be"
 _NO_REDUCER = "leave it out: gradients land in the buffer that is reduced, and what no rank uses has none"
+
+_ROUNDING = "it is power_of_two_scales= and, for current scaling, amax_epsilon="
 
 OPTIONS: Mapping[str, str] = {
     # FSDP1
@@ -80,6 +82,18 @@ METHODS: Mapping[str, str] = {
 """Methods of a sharded module: FSDP2's name -> what it has instead."""
 
 
+_SPLITS = "it is split_accumulator=SplitAccumulator(fprop=..., dgrad=..., wgrad=...)"
+
+RECIPES: Mapping[str, str] = {
+    **dict.fromkeys(("fp8_dpa", "fp8_mha"), "leave it out: attention is computed in the dtype of its inputs"),
+    **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), _SPLITS),
+    **dict.fromkeys(("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"), _ROUNDING),
+    "override_linear_precision": "leave it out: all three GEMMs of a layer are in FP8",
+    "scaling_factor_compute_algo": "leave it out: a scale is fp8_max / amax / 2^margin",
+}
+"""Options of Transformer Engine's recipes: word -> what ours have for it."""
+
+
 def answering(words: Mapping[str, str]) -> Callable[[T], T]:
     """Decorates a function, or a class, to answer keyword arguments that it does not have.
 
@@ -101,8 +115,9 @@ def answering(words: Mapping[str, str]) -> Callable[[T], T]:
 def _answering(function: Callable[..., Any], words: Mapping[str, str], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for word in kwargs.keys() & words.keys():
-            raise TypeError(f"{name} has no {word}=: {words[word]}")
+        for word in kwargs:
+            if word in words:
+                raise TypeError(f"{name} has no {word}=: {words[word]}")
         return function(*args, **kwargs)
 
     return call

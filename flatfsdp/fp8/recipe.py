@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from flatfsdp.contract.foreign_words import RECIPES, answering
+
 
 class Format(Enum):
     """FP8 formats of forward tensors (activations, weights) and of gradients."""
@@ -48,6 +50,7 @@ class SplitAccumulator:
             _check_bool(gemm, is_split)
 
 
+@answering(RECIPES)
 @dataclass(frozen=True)
 class DelayedScaling:
     """Per-tensor scales from the amaxes of earlier steps: no pass over the data before the cast.
@@ -92,6 +95,7 @@ class DelayedScaling:
             )
 
 
+@answering(RECIPES)
 @dataclass(frozen=True)
 class CurrentScaling:
     """Per-tensor scales from the data itself: one more pass over it, no state.
@@ -114,6 +118,7 @@ class CurrentScaling:
             raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}; it must be a number >= 0")
 
 
+@answering(RECIPES)
 @dataclass(frozen=True)
 class BlockScaling:
     """One scale per 1 x 128 run of activations and gradients and per 128 x 128 block of weights, in E4M3.

@@ -1,7 +1,7 @@
-"""Maps Transformer Engine's constructor arguments to ours.
+"""Maps Transformer Engine's arguments of constructors and forwards to ours.
 
 In:   the arguments that a program written for Transformer Engine passes.
-Out:  keyword arguments of our constructors.
+Out:  keyword arguments of our constructors and forwards.
 
 Positional arguments follow Transformer Engine's order (version 2.x).  An argument that we do not have is
 accepted if its value changes nothing, and otherwise refused by name.
@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Neutral(NamedTuple):
@@ -40,6 +42,8 @@ class _Neutral(NamedTuple):
         return any(value is each or value == each for each in self.values)
 
 
+_QKV = ("query_layer", "key_layer", "value_layer")
+_NOTHING = object()
 _ANY = _Neutral()
 _NONE = _Neutral((None,))
 _FALSE = _Neutral((False,), "use tp_overlap=True, which needs no buffers of its own, or leave it out")
@@ -95,7 +99,43 @@ _NEUTRAL: Mapping[str, Mapping[str, _Neutral]] = {
         "pretrained_max_position_embeddings": _NONE,
     },
 }
-"""Arguments that we do not have, by class."""
+"""Arguments of constructors that we do not have, by class."""
+
+_NO_BIAS = "pass what is to be masked out as attention_mask"
+_RENAMED = {name: _Neutral((_NOTHING,), f"it is {name.removesuffix('_layer')}=") for name in _QKV}
+_PACKED = "documents of several lengths in one row are not supported: pass an attention_mask, or pad"
+_OF_CALLS = {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), _Neutral((None,), _PACKED)),
+    **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), _Neutral((None,), _PACKED)),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "fast_zero_fill"), _ANY),
+    "pad_between_seqs": _Neutral((None, False), _PACKED),
+    "core_attention_bias_type": _Neutral(("no_bias",), _NO_BIAS),
+    "core_attention_bias": _Neutral((None,), _NO_BIAS),
+    "alibi_slopes": _Neutral((None,), _NO_BIAS),
+    "bottom_right_diagonal": _NONE,
+    "inference_params": _Neutral((None,), "there is no cache of keys and values"),
+}
+
+_NEUTRAL_IN_CALLS: Mapping[str, Mapping[str, _Neutral]] = {
+    "DotProductAttention": {
+        **_OF_CALLS,
+        **_RENAMED,
+        "qkv_format": _Neutral((None,), "pass it to the constructor"),
+        "fp8_output": _Neutral((False,)),
+        "num_splits": _Neutral((None, 1)),
+    },
+    "MultiheadAttention": {
+        **_OF_CALLS,
+        "encoder_output": _Neutral((None,), "cross-attention is not supported"),
+    },
+    "TransformerLayer": {
+        **_OF_CALLS,
+        "encoder_output": _Neutral((None,), "decoder layers are not supported"),
+        **dict.fromkeys(("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size"), _ANY),
+        "enc_dec_bottom_right_diagonal": _ANY,
+    },
+}
+"""Arguments of forwards that we do not have, by class."""
 
 _PARALLEL = "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker"
 _ORDER: Mapping[str, tuple[str, ...]] = {
@@ -169,14 +209,40 @@ def takes_te_arguments(init: Callable[P, None]) -> Callable[P, None]:
             if name in kwargs:
                 raise TypeError(f"{layer}() got multiple values for argument {name!r}")
             kwargs[name] = value
-        for name in neutral.keys() & kwargs.keys():
-            value = kwargs.pop(name)
-            if not neutral[name].accepts(value):
-                raise ValueError(
-                    f"{layer}: {name}={value!r} is a Transformer Engine option that is not supported; "
-                    f"{neutral[name].instead}"
-                )
-        init(self, **kwargs)
+        init(self, **_ours(layer, neutral, kwargs))
 
     construct.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
     return construct  # type: ignore[return-value]
+
+
+def takes_te_call_arguments(forward: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a layer's forward to accept Transformer Engine's keyword arguments.
+
+    Raises:
+        ValueError: if an argument that we do not have is passed with a value that would change something.
+    """
+    layer = forward.__qualname__.split(".")[0]
+    neutral = _NEUTRAL_IN_CALLS[layer]
+
+    @functools.wraps(forward)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return forward(*args, **_ours(f"{layer}.forward", neutral, kwargs))  # type: ignore[arg-type]
+
+    return call
+
+
+def _ours(what: str, neutral: Mapping[str, _Neutral], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that we have.
+
+    Raises:
+        ValueError: for another one, if its value would change something.
+    """
+    for name in [name for name in kwargs if name in neutral]:
+        value = kwargs[name]
+        if not neutral[name].accepts(value):
+            shown = "..." if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"{what}: {name}={shown} is a Transformer Engine option that is not supported; "
+                f"{neutral[name].instead}"
+            )
+    return {name: value for name, value in kwargs.items() if name not in neutral}

@@ -26,7 +26,7 @@ from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, require_known, shared_by
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
-from flatfsdp.layers.te_arguments import takes_te_arguments
+from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 
 class TransformerLayer(Shared):
@@ -138,6 +138,7 @@ class TransformerLayer(Shared):
         if output_layernorm:
             self.layernorm = _make_norm(hidden_size, layernorm_epsilon, self._parallel, options)
 
+    @takes_te_call_arguments
     def forward(
         self,
         hidden_states: Tensor,

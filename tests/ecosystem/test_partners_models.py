@@ -80,10 +80,8 @@ def test_adafactor(rank: int, form: str) -> None:
     from transformers.optimization import Adafactor
 
     model, _ = _sharded(form)
-    optimizer = Adafactor(model.parameters())
-    _loss(model).backward()
     with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
-        optimizer.step()
+        Adafactor(model.parameters())
 
 
 @pytest.mark.parametrize("form", FORMS)

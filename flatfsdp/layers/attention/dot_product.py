@@ -26,7 +26,7 @@ from flatfsdp.layers.attention.masks import (
 from flatfsdp.layers.attention.sdpa import attention
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.shared import Shared
-from flatfsdp.layers.te_arguments import takes_te_arguments
+from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 _FORMATS = ("sbhd", "bshd")
 
@@ -105,6 +105,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         self._windows = WindowMasks()
         self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
 
+    @takes_te_call_arguments
     def forward(
         self,
         query: Tensor,

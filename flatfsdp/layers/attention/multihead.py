@@ -33,7 +33,7 @@ from flatfsdp.layers.options import (
 )
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
-from flatfsdp.layers.te_arguments import takes_te_arguments
+from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 
@@ -177,6 +177,7 @@ class MultiheadAttention(Shared):
             **joint,
         )
 
+    @takes_te_call_arguments
     def forward(
         self,
         hidden_states: Tensor,

@@ -89,6 +89,66 @@ def test_what_would_change_something_is_refused_by_name(
         getattr(te, layer)(*sizes, **options)
 
 
+HEADS = (torch.ones(2, 1, 4, 8),) * 3
+HIDDEN = (torch.ones(2, 1, 32),)
+CALLS: dict[str, tuple[Any, Any]] = {
+    "DotProductAttention": ((4, 8), HEADS),
+    "MultiheadAttention": ((32, 4), HIDDEN),
+    "TransformerLayer": ((32, 64, 4), HIDDEN),
+}
+
+
+@pytest.mark.parametrize("layer", CALLS)
+def test_a_call_takes_what_changes_nothing(layer: str) -> None:
+    sizes, inputs = CALLS[layer]
+    made = getattr(te, layer)(*sizes).eval()
+    neutral = {
+        "cu_seqlens_q": None,
+        "cu_seqlens_kv": None,
+        "max_seqlen_q": 2,
+        "core_attention_bias_type": "no_bias",
+        "core_attention_bias": None,
+        "fast_zero_fill": True,
+        "inference_params": None,
+    }
+    assert torch.equal(made(*inputs, **neutral), made(*inputs))
+
+
+@pytest.mark.parametrize("layer", CALLS)
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cu_seqlens_q", torch.tensor([0, 2]), r"cu_seqlens_q=\.\.\. is .*documents of several lengths"),
+        ("core_attention_bias_type", "alibi", "core_attention_bias_type='alibi' is .*attention_mask"),
+        ("inference_params", object(), "there is no cache of keys and values"),
+    ],
+)
+def test_a_call_refuses_what_would_change_something(layer: str, name: str, value: Any, message: str) -> None:
+    sizes, inputs = CALLS[layer]
+    made = getattr(te, layer)(*sizes)
+    with pytest.raises(ValueError, match=rf"^{layer}\.forward: .*{message}"):
+        made(*inputs, **{name: value})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}s'"):
+        made(*inputs, **{f"{name}s": None})
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_call_names_our_word(name: str) -> None:
+    attention = te.DotProductAttention(4, 8)
+    tensors = dict(zip(("query", "key", "value"), HEADS, strict=True))
+    tensors[f"{name}_layer"] = tensors.pop(name)
+    with pytest.raises(ValueError, match=rf"DotProductAttention\.forward: {name}_layer=.* it is {name}=$"):
+        attention(**tensors)
+
+
+@pytest.mark.parametrize("recipe", ["DelayedScaling", "CurrentScaling", "BlockScaling"])
+def test_a_recipe_names_our_word(recipe: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{recipe} has no fp8_dpa=: leave it out: attention is"):
+        getattr(fp8, recipe)(fp8_dpa=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fp8_dp'"):
+        getattr(fp8, recipe)(fp8_dp=True)
+
+
 def test_python_says_what_is_wrong_with_the_call() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'in_features'"):
         te.Linear(32, 32, in_features=32)
