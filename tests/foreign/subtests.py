@@ -1,0 +1,260 @@
+"""Runs one subtest of a foreign file on a rank, and says how it went.
+
+In:   a file, the name of a test in it, the number of a subtest, and which engine the file gets.
+Out:  an `Outcome`.  It never raises, so that ranks that have seen the same stay together for the next one.
+
+A subtest is what a test hands to `run_subtests`, or one combination of `pytest.mark.parametrize`; a test
+without either is one by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import re
+import sys
+import traceback
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flatfsdp
+from tests.foreign import fsdp2, megatron
+from tests.foreign.source import RANKS, LeftOut, translate
+
+Engine = Literal["shard", "fully_shard"]
+Status = Literal["passed", "failed", "refused", "other interface", "skipped", "other ranks"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a subtest went on one rank.
+
+    Attributes:
+        why: the message and the place, unless it passed.
+        subtest: its arguments, "" for a test without subtests.
+        subtests: number of subtests of the test.
+        ranks: number of ranks that it needs, if the status is "other ranks".
+    """
+
+    status: Status
+    why: str = ""
+    subtest: str = ""
+    subtests: int = 1
+    ranks: int = 0
+
+
+def run_subtest(
+    rank: int, world_size: int, file: str, test: str, index: int, engine: Engine, ranks: int
+) -> Outcome:
+    """Runs one subtest, on each rank.
+
+    Args:
+        ranks: number of ranks, as the file sees it: it may use fewer.
+    """
+    loaded = _load(file, engine, ranks)
+    helpers = fsdp2.inside_helpers() if engine == "shard" else nullcontext()
+    with helpers:
+        if "." in test:
+            return _run_method(loaded, test, index)
+        return _run_function(loaded, test, index)
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _load(file: str, engine: Engine, ranks: int) -> types.ModuleType:
+    translated = translate(Path(file), for_shard=engine == "shard")
+    if translated.is_megatron and engine == "fully_shard":
+        raise ValueError("Megatron-FSDP runs on GPUs only")
+    module = types.ModuleType(f"foreign_{Path(file).stem}_{engine}")
+    sys.modules[module.__name__] = module  # for pickling, and for dataclasses
+    module.__dict__.update({RANKS: ranks, "__file__": file})
+    if translated.is_megatron:
+        module.__dict__.update(megatron.NAMES)
+    with _test_classes(ranks):
+        exec(compile(translated.code, file, "exec"), module.__dict__)  # noqa: S102
+    if engine == "shard" and not translated.is_megatron:
+        there = fsdp2.NAMES.keys() & module.__dict__.keys()
+        module.__dict__.update({name: fsdp2.NAMES[name] for name in there})
+    return module
+
+
+@contextmanager
+def _test_classes(ranks: int) -> Iterator[None]:
+    """Context in which the classes of PyTorch's tests are ours, which run on the ranks that are there."""
+    if "expecttest" not in sys.modules:
+        # PyTorch's test classes are made from its class, and these tests use nothing of it.
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    from torch.testing._internal import common_distributed, common_fsdp, common_utils
+
+    class OnRanks(common_utils.TestCase):
+        chosen = 0
+        """Number of the subtest that runs; the others are counted."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.subtests: list[str] = []
+            self.caught: BaseException | None = None
+
+        @property
+        def world_size(self) -> int:
+            return ranks
+
+        @property
+        def rank(self) -> int:
+            return dist.get_rank()
+
+        @property
+        def process_group(self) -> Any:
+            return dist.group.WORLD
+
+        def run_subtests(
+            self, config: dict[str, list[Any]], test: Callable[..., None], *args: Any, **kwargs: Any
+        ) -> None:
+            for values in itertools.product(*config.values()):
+                arguments = dict(zip(config, values, strict=True))
+                self.subtests.append(_described(arguments))
+                if len(self.subtests) - 1 == self.chosen:
+                    try:
+                        test(*args, **kwargs, **arguments)
+                    except BaseException as error:
+                        # The test goes on, so that all subtests are counted.
+                        self.caught = error
+
+    def skip_if_lt_x_gpu(least: int, **_: Any) -> Callable[[Any], Any]:
+        return unittest.skipIf(ranks < least, f"needs {least} ranks")
+
+    with (
+        patch.multiple(common_fsdp, FSDPTest=OnRanks, FSDPTestMultiThread=OnRanks, FSDPTestContinuous=OnRanks),
+        patch.multiple(common_distributed, skip_if_lt_x_gpu=skip_if_lt_x_gpu),
+    ):
+        yield
+
+
+# ---- runs -------------------------------------------------------------------------------------------------
+
+
+def _run_method(module: types.ModuleType, test: str, index: int) -> Outcome:
+    of_class, _, name = test.partition(".")
+    case = getattr(module, of_class)(name)
+    if case.world_size != dist.get_world_size():
+        return Outcome("other ranks", ranks=case.world_size)
+    case.chosen = index
+    # Ranks of their own process groups, meshes say, are counted from here.
+    outcome = _outcome(getattr(case, name), module.__file__)
+    if case.caught is not None:
+        outcome = _failure(case.caught, module.__file__)
+    if not case.subtests:
+        return outcome
+    return replace(outcome, subtest=case.subtests[index], subtests=len(case.subtests))
+
+
+def _run_function(module: types.ModuleType, test: str, index: int) -> Outcome:
+    function = getattr(module, test)
+    marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+    lists = [[_bound(mark.args[0], value) for value in mark.args[1]] for mark in reversed(marks)]
+    combinations = [{k: v for each in one for k, v in each.items()} for one in itertools.product(*lists)]
+    arguments = combinations[index]
+    device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fixtures = {
+            "distributed_setup": types.SimpleNamespace(
+                rank=dist.get_rank(), world_size=dist.get_world_size(), device=device
+            ),
+            "monkeypatch": monkeypatch,
+        }
+        used = {name: fixtures[name] for name in inspect.signature(function).parameters if name in fixtures}
+        outcome = _outcome(functools.partial(function, **used, **arguments), module.__file__)
+    return replace(outcome, subtest=_described(arguments), subtests=len(combinations))
+
+
+def _bound(names: str, value: Any) -> dict[str, Any]:
+    split = [name.strip() for name in names.split(",")]
+    return {split[0]: value} if len(split) == 1 else dict(zip(split, value, strict=True))
+
+
+def _described(arguments: dict[str, Any]) -> str:
+    shown = ((name, getattr(value, "__name__", None) or str(value)) for name, value in arguments.items())
+    return ", ".join(f"{name}={value}" for name, value in shown)
+
+
+# ---- outcomes ---------------------------------------------------------------------------------------------
+
+
+def _outcome(run: Callable[[], None], file: str | None) -> Outcome:
+    try:
+        run()
+    except BaseException as error:  # pytest.skip raises one
+        return _failure(error, file)
+    return Outcome("passed")
+
+
+def _failure(error: BaseException, file: str | None) -> Outcome:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename == file]
+    where = f"line {theirs[-1].lineno}" if theirs else "before its first line"
+    message = f"{type(error).__name__}: {error}".strip()
+    return Outcome(_status(error, theirs), f"{where}: {message}")
+
+
+def _status(error: BaseException, theirs: list[traceback.FrameSummary]) -> Status:
+    if isinstance(error, (unittest.SkipTest, pytest.skip.Exception)) or NEEDS_GPU.search(str(error)):
+        return "skipped"
+    if isinstance(error, megatron.NoCounterpart) or any(map(_is_refusal, _causes(error))):
+        return "refused"
+    if isinstance(error, AttributeError) and error.name in _other_names():
+        return "other interface"
+    if isinstance(error, AssertionError) and theirs and LOOKS_INSIDE.search(_statement(theirs[-1])):
+        return "other interface"
+    return "failed"
+
+
+NEEDS_GPU = re.compile(r"not compiled with CUDA|_cuda|requires a CUDA|no NVIDIA driver|pinned memory", re.IGNORECASE)
+LOOKS_INSIDE = re.compile(r"\b(DTensor|_assert_dtensor_params|_assert_tensor_params)\b")
+"""In assertions: about the class of parameters."""
+MEGATRONS = {"parameter_groups", "phase", "Phase", "is_last_microbatch"}
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and the one that `assertRaisesRegex` has caught if only the words differ."""
+    yield error
+    if isinstance(error, AssertionError) and error.__context__ is not None:
+        yield error.__context__
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a `raise` in our package has raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    if not last or not Path(last[0].filename).is_relative_to(Path(flatfsdp.__file__).parent):
+        return False
+    return linecache.getline(last[0].filename, last[0].lineno or 0).lstrip().startswith("raise ")
+
+
+@functools.cache
+def _other_names() -> set[str]:
+    """What DTensors and FSDP2's modules have, and ordinary tensors and modules have not."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    theirs = {*dir(DTensor), *dir(FSDPModule), "state", *MEGATRONS}
+    return theirs - set(dir(torch.Tensor)) - set(dir(torch.nn.Module))
+
+
+def _statement(frame: traceback.FrameSummary) -> str:
+    first = frame.lineno or 0
+    last = getattr(frame, "end_lineno", None) or first
+    return "".join(linecache.getline(frame.filename, line) for line in range(first, last + 1))
