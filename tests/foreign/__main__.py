@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +18,9 @@ from tests.foreign.subtests import Engine, Outcome, run_subtest
 from tests.support.ranks import RankFailure, run_ranks, stop_pools
 
 ENGINES: tuple[Engine, ...] = ("fully_shard", "shard")
+PATIENCE = 20.0
+"""Seconds that a collective waits for a rank that has failed."""
+
 COLUMNS = ("passed", "failed", "refused", "other interface", "skipped")
 EXAMPLE = """\
 example:
@@ -49,13 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if a subtest that `fully_shard` passes fails with `shard`, otherwise 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.foreign",
-        description="Runs the tests of PyTorch's FSDP2, or of Megatron-FSDP v2, against flatfsdp.shard, on CPU ranks.",
+        description="Runs tests of PyTorch's FSDP2, or of Megatron-FSDP v2, against shard on CPU ranks.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="a clone of PyTorch or Megatron-LM, or its folder of these tests")
+    parser.add_argument(
+        "folder", type=Path, help="clone of PyTorch or Megatron-LM, or the folder of the tests"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="files and tests whose names contain it")
-    parser.add_argument("--ranks", type=int, default=4, help="number of ranks; some tests use fewer (default: 4)")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks; some tests use fewer (4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all outcomes there")
     chosen = parser.parse_args(arguments)
 
@@ -94,21 +101,24 @@ def _on_ranks(file: Path, test: str, index: int, engine: Engine, ranks: int) -> 
     while True:
         try:
             outcomes = run_ranks(
-                world_size, run_subtest, str(file), test, index, engine, ranks, patience=20.0
+                world_size, run_subtest, str(file), test, index, engine, ranks, patience=PATIENCE
             )
         except RankFailure as failure:
             return Outcome("failed", str(failure))
         if outcomes[0].status == "other ranks":
             world_size = outcomes[0].ranks
             continue
-        if len({each.status for each in outcomes}) > 1:
-            # Some ranks have left collectives behind.
+        places = {(each.status, each.why.partition(":")[0]) for each in outcomes}
+        if len(places) > 1 or outcomes[0].status == "failed":
+            # Ranks may have left collectives behind, in which others would take part.
             stop_pools()
         return min(outcomes, key=_tells_little)
 
 
 def _tells_little(outcome: Outcome) -> tuple[bool, bool]:
-    return outcome.status in ("passed", "skipped"), "timed out" in outcome.why.lower()
+    """Ranks that passed know least, then those that have waited for others in vain."""
+    waited = re.search(r"time(d )?out|connection closed", outcome.why, re.IGNORECASE)
+    return outcome.status in ("passed", "skipped"), waited is not None
 
 
 def _print_row(row: Row) -> None:
@@ -123,7 +133,7 @@ def _print_summary(rows: list[Row], left_out: dict[str, list[LeftOut]]) -> None:
         for row in rows:
             outcome: Outcome = getattr(row, engine)
             if outcome.status != "passed":
-                key = f"{row.file} {row.test}: {outcome.status}\n      {outcome.why}"
+                key = f"{row.file} {row.test}: {outcome.status}\n      {_shortened(outcome.why)}"
                 reasons.setdefault(key, []).append(row)
         for reason, those in reasons.items():
             print(f"  {engine}: {len(those)} x {reason}")
@@ -136,6 +146,11 @@ def _print_summary(rows: list[Row], left_out: dict[str, list[LeftOut]]) -> None:
         for engine in ENGINES:
             count = Counter(getattr(row, engine).status for row in rows if row.file == file)
             print(f"{file:<44}{engine:<12}" + "".join(f"{count[column]:>17}" for column in COLUMNS))
+
+
+def _shortened(text: str) -> str:
+    """The first line of a message; `--json` has all of it."""
+    return textwrap.shorten(text.strip().partition("\n")[0], 240)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def files_in(folder: Path) -> list[Path]:
     found = [place / name for place, names in places for name in names if (place / name).exists()]
     if not found:
         raise FileNotFoundError(
-            f"{folder} has none of the tests: pass a clone of PyTorch or Megatron-LM, or the folder in it that "
-            f"has them ({', '.join(INSIDE)})"
+            f"{folder} has none of the tests; pass a clone of PyTorch or Megatron-LM, or the folder in it "
+            f"that has them: {', '.join(INSIDE)}"
         )
     return found
 

@@ -68,7 +68,7 @@ def precision_of(module: Any, compute: torch.dtype | None, reduce: torch.dtype |
 
 
 def check_sharded_parity(
-    test: TestCase, replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: tuple[str, ...] = ()
+    _: TestCase, replicated: nn.Module, sharded: nn.Module, prefixes_to_ignore: tuple[str, ...] = ()
 ) -> None:
     """Compares names, values and gradients with those of a model that each rank has as a whole.
 
@@ -78,22 +78,22 @@ def check_sharded_parity(
     for (name, reference), (own_name, parameter) in zip(replicated.named_parameters(), named, strict=True):
         for prefix in prefixes_to_ignore:
             own_name = own_name.replace(prefix, "")
-        test.assertEqual(name, own_name)
-        _compare(test, reference, parameter, whole_shape(parameter))
-        _compare(test, reference.grad, parameter.grad, whole_shape(parameter))
+        assert name == own_name
+        _compare(reference, parameter, whole_shape(parameter))
+        _compare(reference.grad, parameter.grad, whole_shape(parameter))
 
 
-def _compare(test: TestCase, reference: Tensor | None, part: Tensor | None, shape: torch.Size) -> None:
+def _compare(reference: Tensor | None, part: Tensor | None, shape: torch.Size) -> None:
     """Ranks in order have one whole after the other: several, if replicas are sharded."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, None if part is None else part.detach())
     there = [each for each in parts if each is not None]
     if reference is None:
-        test.assertEqual(there, [])
+        assert there == []
     else:
         wholes = torch.cat(there).reshape(-1, *shape)
-        test.assertGreater(len(wholes), 0)
-        test.assertEqual(wholes, reference.detach().expand_as(wholes))
+        assert len(wholes) > 0
+        torch.testing.assert_close(wholes, reference.detach().expand_as(wholes))
 
 
 @contextmanager
@@ -121,11 +121,13 @@ NAMES: dict[str, Any] = {
 
 
 @contextmanager
-def inside_helpers() -> Iterator[None]:
-    """Context in which PyTorch's own test models, which shard themselves, call `shard`, too."""
+def instead() -> Iterator[None]:
+    """Context in which also those who look for FSDP2 elsewhere find `shard`, as PyTorch's test models do."""
     methods = {name: lambda *_, **__: None for name in WITHOUT_EFFECT}
     with (
         patch("torch.testing._internal.common_fsdp.fully_shard", fully_shard),
+        patch("torch.distributed.fsdp.fully_shard", fully_shard),
+        patch("torch.distributed._composable.fsdp.fully_shard", fully_shard),
         patch.multiple(FlatFSDPModule, create=True, **methods),
     ):
         yield

@@ -23,7 +23,7 @@ from flatfsdp.engine.in_place.classes import FlatFSDPModule
 
 @dataclass(frozen=True)
 class Placements:
-    """Megatron's: for each dimension of the mesh, where parameters, gradients and the optimizer's state are."""
+    """Megatron's: where parameters, gradients and optimizer state are, for each dimension of a mesh."""
 
     dp_axes: Sequence[int]
     parameter: Sequence[Placement]
@@ -67,7 +67,7 @@ def fully_shard(
     module: nn.Module,
     mesh: DeviceMesh,
     placements: Placements,
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> None:
     parameter, gradient, optimizer = placements.parameter, placements.gradient, placements.optimizer
     if isinstance(parameter[0], Replicate) and len(parameter) == 2 and isinstance(optimizer[0], Shard):

@@ -1,8 +1,8 @@
 """A foreign test file, translated in memory; line numbers stay those of the file.
 
-    for everybody    GPUs become the CPU: "cuda", .cuda(), device_ids=, TEST_CUDA, device_count()
-    for `shard`      .to_local() and ._local_tensor are the parameter itself, which is this rank's part, and
-                     assertions about the inside of the other engine are left out, each with its reason
+for everybody    GPUs become the CPU: "cuda", .cuda(), device_ids=, TEST_CUDA, device_count()
+for `shard`      .to_local() and ._local_tensor are the parameter itself, which is this rank's part, and
+                 assertions about the inside of the other engine are left out, each with its reason
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def translate(file: Path, *, for_shard: bool) -> Translated:
 class _WithoutImports(ast.NodeTransformer):
     found = False
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:  # noqa: N802 - ast's name
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if not (node.module or "").startswith(NOT_HERE):
             return node
         self.found = True
@@ -73,13 +73,13 @@ class _WithoutImports(ast.NodeTransformer):
 
 
 class _OnCPU(ast.NodeTransformer):
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
         return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.copy_location(ast.Constant(value=True), node) if node.id == "TEST_CUDA" else node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         node.keywords = [each for each in node.keywords if each.arg != "device_ids"]
         if isinstance(node.func, ast.Attribute) and node.func.attr == "device_count":
@@ -93,14 +93,13 @@ class _OwnInterface(ast.NodeTransformer):
     def __init__(self) -> None:
         self.left_out: list[LeftOut] = []
 
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:  # noqa: N802
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         return self._kept(node)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:  # noqa: N802
-        call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            if call.func.attr.startswith("assert"):
-                return self._kept(node)
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        function = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr.startswith("assert"):
+            return self._kept(node)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def _kept(self, node: ast.stmt) -> ast.stmt:
@@ -110,11 +109,11 @@ class _OwnInterface(ast.NodeTransformer):
         self.left_out.append(LeftOut(node.lineno, ast.unparse(node), PRIVATE[names[0]]))
         return ast.copy_location(ast.Pass(), node)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         self.generic_visit(node)
         return node.value if node.attr == "_local_tensor" else node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "to_local":
             return node.func.value
