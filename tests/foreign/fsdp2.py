@@ -8,7 +8,7 @@ methods that choose when to gather and free have no effect.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import TestCase
 from unittest.mock import patch
@@ -96,17 +96,19 @@ def _compare(reference: Tensor | None, part: Tensor | None, shape: torch.Size) -
         torch.testing.assert_close(wholes, reference.detach().expand_as(wholes))
 
 
-@contextmanager
-def patch_reduce_scatter(new: Any) -> Iterator[None]:
-    """FSDP2's tests assert what is given to a reduce-scatter; this one shows them ours."""
-    with patch("flatfsdp.comm.collectives._reduce_scatter", new):
-        yield
+def patch_reduce_scatter(new: Any) -> AbstractContextManager[Any]:
+    """Shows our reduce-scatters to a test that asserts what they are given."""
+    return patch("flatfsdp.comm.collectives._reduce_scatter", new)
 
 
-@contextmanager
-def patch_register_post_backward_hook_backward(_: Any) -> Iterator[None]:
-    """There is no such function in our engine; assertions that count its calls are left out."""
-    yield
+def patch_all_gather(new: Any) -> AbstractContextManager[Any]:
+    """Shows our all-gathers to a test."""
+    return patch("flatfsdp.comm.collectives._all_gather", new)
+
+
+def patch_register_post_backward_hook_backward(_: Any) -> AbstractContextManager[Any]:
+    """Without effect, as our engine has no such function; assertions that count its calls are left out."""
+    return nullcontext()
 
 
 NAMES: dict[str, Any] = {
@@ -115,6 +117,7 @@ NAMES: dict[str, Any] = {
     "FSDP": FlatFSDPModule,
     "register_fsdp_forward_method": flatfsdp.register_forward_method,
     "check_sharded_parity": check_sharded_parity,
+    "patch_all_gather": patch_all_gather,
     "patch_reduce_scatter": patch_reduce_scatter,
     "patch_register_post_backward_hook_backward": patch_register_post_backward_hook_backward,
 }

@@ -1,6 +1,6 @@
 """A foreign test file, translated in memory; line numbers stay those of the file.
 
-for everybody    GPUs become the CPU: "cuda", .cuda(), device_ids=, TEST_CUDA, device_count()
+for everybody    GPUs become the CPU: "cuda", .cuda(), device_ids=, TEST_CUDA, device_count(), GradScaler()
 for `shard`      .to_local() and ._local_tensor are the parameter itself, which is this rank's part, and
                  assertions about the inside of the other engine are left out, each with its reason
 """
@@ -82,6 +82,9 @@ class _OnCPU(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         node.keywords = [each for each in node.keywords if each.arg != "device_ids"]
+        if isinstance(node.func, ast.Name) and node.func.id == "GradScaler":
+            named = [each for each in node.keywords if each.arg != "device"]
+            node.keywords = [ast.keyword("device", ast.Constant("cpu")), *named]
         if isinstance(node.func, ast.Attribute) and node.func.attr == "device_count":
             return ast.copy_location(ast.Name(RANKS, ast.Load()), node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" and not node.args:
