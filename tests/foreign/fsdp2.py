@@ -7,6 +7,7 @@ methods that choose when to gather and free have no effect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -45,14 +46,21 @@ def fully_shard(
     options = {name: value for name, value in others.items() if value is not None}
     if mp_policy.output_dtype is not None:
         options["output_dtype"] = mp_policy.output_dtype
-    return flatfsdp.shard(
+    precision = precision_of(module, mp_policy.param_dtype, mp_policy.reduce_dtype)
+    sharded = flatfsdp.shard(
         module,
-        precision=precision_of(module, mp_policy.param_dtype, mp_policy.reduce_dtype),
+        precision=precision,
         cast_inputs=mp_policy.cast_forward_inputs,
         cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
         reshard_after_forward=reshard_after_forward is not False,
         **options,
     )
+    if precision.reduce == torch.float16:
+        # FSDP2 divides a part before the sum, which otherwise might overflow.
+        ranks = dist.get_world_size()
+        before = 2.0 ** math.ceil(math.log2(ranks) / 2)
+        sharded.set_gradient_divide_factors(before, ranks / before, recurse=False)
+    return sharded
 
 
 def precision_of(module: Any, compute: torch.dtype | None, reduce: torch.dtype | None) -> Precision:

@@ -65,12 +65,17 @@ def shard(
         `module`.
 
     Raises:
-        TypeError: if the policy is a class or cannot be called; for an unknown option; if no class can be
-            derived from the module's class.
+        TypeError: if the policy is a class or cannot be called; for an unknown option; for a list of modules;
+            if no class can be derived from the module's class.
         ValueError: if the policy picks nothing; if parameters cannot be sharded, see `FlatFSDP`; if the
             module is sharded or wrapped already, or is never called.
     """
     require_known(options)
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"shard takes one module, and this is a {type(module).__name__}; shard each of several modules, "
+            "or the one around them"
+        )
 
     def make(part: nn.Module) -> UnitModule:
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
