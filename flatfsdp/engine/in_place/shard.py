@@ -73,7 +73,6 @@ def shard(
             module is sharded or wrapped already, or is never called.
     """
     require_known(options)
-
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"shard takes a module, and then the policy, not a {type(module).__name__} first. Several "

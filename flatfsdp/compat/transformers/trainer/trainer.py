@@ -110,6 +110,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         # The first thing that Trainer does with model and arguments.
         if self.model is None:
             raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
+        assert self.args.output_dir is not None  # TrainingArguments have set it
         local_path(self.args.output_dir)
         require_possible(self.model, self.args, self._flat)
         super().create_accelerator_and_postprocess()
@@ -244,6 +245,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     def _to_resume_from(self, asked: str | bool) -> str:
         world, device = world_of(self.model)
         path = self.args.output_dir if isinstance(asked, bool) else asked
+        assert path is not None
         folder = path_of_all_ranks(path, [world], device)
         found = ""
         with raising_on_all(self.model):
