@@ -39,7 +39,7 @@ class _ComparingTrainer(FlatTrainer):
     def _precompute_ref_logps(self, *args: Any) -> Any:
         # The last thing in TRL's `__init__`, and the first that calls the model.
         self._shard()
-        return super()._precompute_ref_logps(*args)
+        return super()._precompute_ref_logps(*args)  # type: ignore[misc]  # of the class behind
 
 
 class FlatDPOTrainer(_ComparingTrainer, trl.DPOTrainer):
