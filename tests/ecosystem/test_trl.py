@@ -32,6 +32,9 @@ TIMES = ("runtime", "_per_second", "step_time")
 @contextmanager
 def started(rank: int, world_size: int, folder: Path) -> Iterator[None]:
     """A rank that a launcher has started, with a model in `folder / "base"`."""
+    # On a loaded machine this takes longer than a rank waits for another in a collective.
+    from trl import SFTTrainer  # noqa: F401
+
     with launched(rank, world_size):
         if rank == 0:
             save_base(folder / "base")
@@ -164,7 +167,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@on_ranks(2)
+@on_ranks(2, timeout=240.0)
 def test_figures_are_those_of_ddp(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
     case, folder = CASES[name], tmp_path
     with started(rank, world_size, folder):
@@ -179,7 +182,7 @@ def test_figures_are_those_of_ddp(rank: int, world_size: int, tmp_path: Path, na
         assert [is_unit(each) for each in others] == [case.shards_others] * case.others
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240.0)
 def test_reference_is_computed_before_training(rank: int, world_size: int, tmp_path: Path) -> None:
     import datasets
 
@@ -204,7 +207,7 @@ def test_reference_is_computed_before_training(rank: int, world_size: int, tmp_p
         assert "ref_chosen_logps" in found.train_dataset.column_names
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240.0)
 def test_checkpoints_have_the_adapter_and_what_trl_adds(rank: int, world_size: int, tmp_path: Path) -> None:
     import peft
 
@@ -235,7 +238,7 @@ def test_checkpoints_have_the_adapter_and_what_trl_adds(rank: int, world_size: i
         assert (trained.entropy_coef, resumed.entropy_coef) == pytest.approx((0.09, 0.08))
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240.0)
 def test_only_other_models_are_moved_whole(rank: int, world_size: int, tmp_path: Path) -> None:
     with started(rank, world_size, tmp_path):
         model, reference = base(tmp_path / "base"), base(tmp_path / "base")
@@ -261,7 +264,7 @@ def refused() -> list[tuple[Case, dict[str, Any], str]]:
     ]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240.0)
 def test_what_cannot_be_done_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     from flatfsdp.compat.transformers.trainer import FlatArguments
 

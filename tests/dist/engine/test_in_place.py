@@ -496,7 +496,7 @@ def test_what_cannot_be_sharded() -> None:
             make(model)
     with pytest.raises(TypeError, match=r"^shard\(\) got an unexpected keyword argument 'reshard'"):
         shard(plain_net(), by_class(Block), reshard=True)
-    with pytest.raises(TypeError, match="shard takes one module, and this is a list; shard each of several"):
+    with pytest.raises(TypeError, match="shard takes a module, and then the policy, not a list first"):
         shard([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[type-var]
     with pytest.raises(ValueError, match="a ModuleList is never called"):
         shard(nn.ModuleList([Block()]))
