@@ -320,7 +320,9 @@ def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tu
         ]
         flat = master.flat.detach()
         yield from ((name, flat[start:stop]) for name, start, stop in pieces)
-        for parameter, first, last in master.portions if optimizer is not None else ():
+        if optimizer is None:
+            continue
+        for parameter, first, last in master.portions:
             own = [(name, start, stop) for name, start, stop in pieces if first <= start < last]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or not value.is_floating_point():

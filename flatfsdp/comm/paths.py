@@ -68,9 +68,9 @@ def path_of_all_ranks(
         for theirs in all_gather_object(said, ranks, device):
             said.update(theirs)
     (first, (expected, _)), *_ = sorted(said.items())
-    for rank, (found, error) in sorted(said.items()):
-        if error is not None:
-            raise error
+    for rank, (found, refusal) in sorted(said.items()):
+        if refusal is not None:
+            raise refusal
         if found != expected:
             raise ValueError(
                 f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}; pass the "
