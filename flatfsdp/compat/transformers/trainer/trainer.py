@@ -195,7 +195,7 @@ class FlatTrainer(transformers.Trainer):
 
     def _to_resume_from(self, asked: str | bool) -> str:
         world, device = world_of(self.model)
-        path = self.args.output_dir if isinstance(asked, bool) else asked
+        path = (self.args.output_dir or ".") if isinstance(asked, bool) else asked
         folder = path_of_all_ranks(path, [world], device)
         found = ""
         with raising_on_all(self.model):
