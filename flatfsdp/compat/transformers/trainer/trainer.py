@@ -110,8 +110,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         # The first thing that Trainer does with model and arguments.
         if self.model is None:
             raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
-        assert self.args.output_dir is not None  # TrainingArguments have set it
-        local_path(self.args.output_dir)
+        local_path(self.args.output_dir or ".")
         require_possible(self.model, self.args, self._flat)
         super().create_accelerator_and_postprocess()
         self._prepare_other = self.accelerator.prepare_model
@@ -244,8 +243,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _to_resume_from(self, asked: str | bool) -> str:
         world, device = world_of(self.model)
-        path = self.args.output_dir if isinstance(asked, bool) else asked
-        assert path is not None
+        path = (self.args.output_dir or ".") if isinstance(asked, bool) else asked
         folder = path_of_all_ranks(path, [world], device)
         found = ""
         with raising_on_all(self.model):
