@@ -226,7 +226,7 @@ def takes_te_call_arguments(forward: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return forward(*args, **_ours(f"{layer}.forward", neutral, kwargs))  # type: ignore[arg-type]
+        return forward(*args, **_ours(f"{layer}.forward", neutral, kwargs))
 
     return call
 
