@@ -79,7 +79,7 @@ class FlatFSDPStrategy(DDPStrategy):
         self._backward_sync_control = _BackwardSync()
 
     def __repr__(self) -> str:
-        """Where it belongs: the Trainer, given it, shows this and calls it an invalid strategy."""
+        """The place of each strategy: the Trainer shows this when it refuses Fabric's as invalid."""
         return "Fabric's FlatFSDPStrategy (the Trainer's is in flatfsdp.compat.lightning.trainer)"
 
     # ---- setup ------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class FlatFSDPStrategy(DDPStrategy):
         self._gathered = ExitStack()
 
     def __repr__(self) -> str:
-        """Where it belongs: Fabric, given it, shows this and calls it an invalid strategy."""
+        """The place of each strategy: Fabric shows this when it refuses the Trainer's as invalid."""
         return "the Trainer's FlatFSDPStrategy (Fabric's is in flatfsdp.compat.lightning)"
 
     # ---- setup ------------------------------------------------------------------------------------------
