@@ -453,6 +453,13 @@ def test_flat_arguments_that_contradict_each_other(make: Callable[[], Any]) -> N
         make()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", True])
+def test_fp8_takes_a_recipe(recipe: Any) -> None:
+    with pytest.raises(TypeError, match=r"fp8 is ('delayed'|True); pass a recipe of flatfsdp\.fp8: Delayed"):
+        flat_arguments(fp8=recipe)
+
+
+
 @on_ranks(2)
 def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> None:
     with launched(rank, world_size), taped():

@@ -48,6 +48,7 @@ class FlatArguments:
             by the same policy.  Otherwise each rank holds them whole.
 
     Raises:
+        TypeError: if `fp8` is no recipe.
         ValueError: for `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
     """
 
@@ -62,6 +63,11 @@ class FlatArguments:
     shard_others: bool = False
 
     def __post_init__(self) -> None:
+        if self.fp8 is not None and not isinstance(self.fp8, Recipe):
+            raise TypeError(
+                f"fp8 is {self.fp8!r}; pass a recipe of flatfsdp.fp8: DelayedScaling(), CurrentScaling() or "
+                "BlockScaling()"
+            )
         if self.fp8_weights and self.fp8 is None:
             raise ValueError("FlatArguments has fp8_weights and no recipe; pass fp8=DelayedScaling(), say")
         if self.replay and not self.optimize_backward_concat:
