@@ -459,7 +459,6 @@ def test_fp8_takes_a_recipe(recipe: Any) -> None:
         flat_arguments(fp8=recipe)
 
 
-
 @on_ranks(2)
 def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> None:
     with launched(rank, world_size), taped():
