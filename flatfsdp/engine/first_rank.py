@@ -34,9 +34,10 @@ def take_from_first_rank(tensors: Mapping[str, Tensor], grid: Grid, device: torc
     check_same_on_all_ranks(lines, dimensions, device)
     if device.type == "meta":
         return
-    for tensor in tensors.values() if dimensions else ():
+    for tensor in filter(torch.numel, tensors.values()) if dimensions else ():
         moved = tensor.detach().to(device).contiguous()
         for ranks in dimensions:
-            broadcast(moved, ranks)
+            # As bytes: gloo does not support all dtypes of buffers.
+            broadcast(moved.view(-1).view(torch.uint8), ranks)
         if moved.data_ptr() != tensor.data_ptr():
             tensor.copy_(moved)

@@ -206,6 +206,41 @@ def test_the_old_or_the_new_is_there_whenever_a_save_is_killed() -> None:
 
 
 @on_ranks(2)
+def test_a_save_that_fails_once_it_is_the_folders_stays(rank: int, world_size: int) -> None:
+    """As where the disk, or another rank, is lost at that moment."""
+    from flatfsdp.compat.accelerate import states
+
+    def lost(folder: Path, mark: states.Mark) -> None:
+        end_save(folder, mark)
+        raise OSError("the disk is gone")
+
+    end_save = states.end_save
+    with shared_folder() as folder, launched(rank, world_size):
+        program = begin(flat_accelerator(), shuffle=False)
+        program.accelerator.save_state(folder)
+        train(program, 1)
+        with mock.patch.object(states, "end_save", lost), pytest.raises(Exception, match="the disk is gone"):
+            program.accelerator.save_state(folder)
+        saved = program.accelerator.get_state_dict(program.model)
+        train(program, 1)
+        program.accelerator.load_state(folder)
+        found = program.accelerator.get_state_dict(program.model)
+        assert all(map(torch.equal, found.values(), saved.values()))
+
+
+@on_ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_is_refused(rank: int, world_size: int) -> None:
+    with launched(rank, world_size):
+        with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
+            begin(flat_accelerator(), optimizer=torch.optim.Adafactor)
+        program = begin(flat_accelerator(), optimizer=torch.optim.SGD)
+        other = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
+        other.param_groups[0]["params"] = list(program.model.parameters())
+        with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
+            other.step()
+
+
+@on_ranks(2)
 def test_checkpoints_with_names_of_their_own(rank: int, world_size: int) -> None:
     from accelerate.utils import ProjectConfiguration
 

@@ -333,12 +333,16 @@ class FlatAccelerator(Accelerator):
                 if self.is_main_process:
                     states.end_save(folder, states.Mark(name, len(saved), self.num_processes, self.step))
         except Exception:
-            if self.is_main_process:
+            # Also if another rank is gone by now, and this save is the folder's already.
+            if self.is_main_process and not states.is_current(folder, name):
                 states.discard_save(folder, name)
             raise
-        # After the save: until it is complete, the oldest may be the only one.
-        if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
-            states.remove_others(folder, naming.total_limit)
+        # After the save: until it is complete, the earlier ones may be all there is.
+        with raising_on_all(first):
+            if self.is_main_process:
+                states.remove_earlier(folder, name)
+                if naming.automatic_checkpoint_naming and naming.total_limit:
+                    states.remove_others(folder, naming.total_limit)
         return folder
 
     def load_state(

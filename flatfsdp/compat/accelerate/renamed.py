@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.guards.watch import watch
 
 
 class Renamed:
@@ -34,7 +35,7 @@ class Renamed:
 
         Raises:
             ValueError: if it has state of whole parameters, or a parameter of a model that was sharded
-                elsewhere.  The optimizer is unchanged then.
+                elsewhere; if it needs whole parameters.  The optimizer is unchanged then.
         """
         require_without_state(optimizer, self._parts)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -44,8 +45,15 @@ class Renamed:
                     f"the optimizer has parameter {name} of a model that was sharded after the optimizer was "
                     "made; make it of model.parameters() after flatfsdp.shard, or leave sharding to prepare"
                 )
+        whole = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._parts.get(each, each) for each in group["params"]]
+        try:
+            watch(optimizer)
+        except ValueError:
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
+            raise
 
 
 def require_without_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

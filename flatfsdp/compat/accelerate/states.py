@@ -122,10 +122,10 @@ def begin_save(folder: Path) -> str:
 
 
 def end_save(folder: Path, mark: Mark) -> None:
-    """Makes a complete save the folder's, and removes earlier ones and what killed ones have left.
+    """Makes a complete save the folder's.
 
     Raises:
-        OSError: if it cannot; the earlier save stays the folder's then.
+        OSError: if it cannot; `is_current` tells which save is the folder's then.
     """
     # Accelerate's own files; `flatfsdp.checkpoint` has brought its own to the disk.
     for path in (folder / mark.save).iterdir():
@@ -140,8 +140,21 @@ def end_save(folder: Path, mark: Mark) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, folder / _MARK)
     sync_folder(folder)
+
+
+def is_current(folder: Path, name: str) -> bool:
+    """Whether this save is the folder's."""
+    try:
+        found: dict[str, Any] = json.loads((folder / _MARK).read_text())
+    except (OSError, ValueError):
+        return False
+    return found.get("save") == name
+
+
+def remove_earlier(folder: Path, name: str) -> None:
+    """Removes all saves of the folder but this one, and what killed ones have left."""
     for path in folder.iterdir():
-        if _SAVE.fullmatch(path.name) and path.name != mark.save:
+        if _SAVE.fullmatch(path.name) and path.name != name:
             # What stays is removed by the next save.
             shutil.rmtree(path, ignore_errors=True)
 

@@ -60,15 +60,30 @@ def _watching(add: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add)
     def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(optimizer, param_group)
-        watched = vars(optimizer)
-        if _WATCHED in watched or all(FLAT_SHARD.of(p) is None for p in optimizer.param_groups[-1]["params"]):
-            return
-        refuse_whole_parameters_needed(optimizer)
-        optimizer.register_state_dict_post_hook(note_part)
-        optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
-        watched[_WATCHED] = True
+        try:
+            watch(optimizer)
+        except ValueError:
+            optimizer.param_groups.pop()
+            raise
 
     return add_param_group
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Watches the state dicts of an optimizer that has shards, however it came by them.
+
+    Raises:
+        ValueError: if it needs whole parameters.
+    """
+    watched = vars(optimizer)
+    if _WATCHED in watched:
+        return
+    if all(FLAT_SHARD.of(p) is None for group in optimizer.param_groups for p in group["params"]):
+        return
+    refuse_whole_parameters_needed(optimizer)
+    optimizer.register_state_dict_post_hook(note_part)
+    optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
+    watched[_WATCHED] = True
 
 
 _WATCHED = "_flatfsdp_watched"
@@ -79,6 +94,7 @@ _WATCHED = "_flatfsdp_watched"
 @never_traced
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     refuse_optimizer(optimizer)
+    watch(optimizer)
     # A closure runs the backward, later; the optimizer itself is the first argument.
     if not any(map(callable, (*args[1:], *kwargs.values()))):
         refuse_early_step(optimizer)

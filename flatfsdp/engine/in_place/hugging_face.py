@@ -134,7 +134,8 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
             RuntimeError: if another rank does not call it, or the first one could not write.
         """
         bound = signature.bind(module, *args, **kwargs)
-        folder = bound.arguments["save_directory"]
+        # A fused head takes `*args` and `**kwargs`.  Without a folder the method itself raises.
+        folder = args[0] if args else kwargs.get("save_directory", "")
         given = bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
         if given is not None:
             local_path(folder)

@@ -83,3 +83,5 @@ def _load(
         else:
             error_msgs.append(problem)
         state_dict[key] = view.detach()
+        # The copy is no write by somebody else.
+        master.first_version += 1

@@ -23,14 +23,14 @@ from flatfsdp.engine.storage.master import MasterShard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_NOTHING = torch.iinfo(torch.int64).min
-"""Stands for no digest: every other number is larger, and it is its own negative."""
+_BLOCK = 2**22
+"""Elements that are added up together: PyTorch widens them first, to eight bytes each."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Sum of the values' bits as integers: int64, 0-dim; does not wait for the device."""
     bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
-    return bits.sum(dtype=torch.int64)
+    return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
 
 def require_same_first_values(
@@ -50,8 +50,9 @@ def require_same_first_values(
     device = torch.device("meta")
     for prefix, master in masters:
         device = master.device
-        # A write since then may have replaced anything.
-        digests = master.first_digests if master.flat._version == 0 else {}
+        # A write since then may have replaced anything, and the first replica's values all others.
+        counts = master.flat._version == master.first_version and master.has_first_values
+        digests = master.first_digests if counts else {}
         for slot in master.layout.slots if master.grid.shard.size > 1 else ():
             slots.setdefault(master.grid.shard, []).append((prefix + slot.name, digests.get(slot)))
     if not slots or device.type == "meta":
@@ -60,14 +61,17 @@ def require_same_first_values(
     # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
     number, first = len(names), torch.zeros((), dtype=torch.int64, device=device)
     for ranks, named in slots.items():
-        own = [torch.tensor(_NOTHING) if known is None else known for _, known in named]
-        largest = torch.stack([each.to(device) for each in own])
-        # The largest of the negatives is the smallest one's.
-        extremes = torch.stack([largest, -largest])
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        own = torch.stack([nothing if known is None else known.to(device) for _, known in named])
+        replaced = torch.tensor([known is None for _, known in named], dtype=torch.int64, device=device)
+        # The largest of the negatives is the smallest one's.  What one rank has replaced counts on none: of a
+        # load into the shards, a rank that has only padding notices nothing.
+        extremes = torch.stack([own, -own, replaced])
         with launch(ranks, identity, device):
             raise_to_largest(extremes, ranks)
+        differs = (extremes[0] != -extremes[1]) & (extremes[2] == 0)
         numbers = torch.arange(number, number - len(named), -1, device=device)
-        first = first.maximum((numbers * (extremes[0] != -extremes[1])).amax())
+        first = first.maximum((numbers * differs).amax())
         number -= len(named)
     for ranks in everyone:
         with launch(ranks, identity, device):

@@ -104,6 +104,7 @@ class MasterShard:
         changes: raised with `generation`.
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
             compared (`first_values.py`).
+        first_version: version of `flat` that stands for no write by others; loads of state dicts raise it.
         is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
@@ -138,6 +139,7 @@ class MasterShard:
         self.changes = Changes()
         self._generation = 0
         self.first_digests: dict[ParamSlot, Tensor] = {}
+        self.first_version = 0
         self.is_average = False
         self.identify: Callable[[Action], Identity | None] = lambda _action: None
 
@@ -294,6 +296,12 @@ class MasterShard:
         declare(self.grid.replicate, self.identify(Action.STORE), self.device)
         broadcast(own, self.grid.replicate)
         return own
+
+    @property
+    def has_first_values(self) -> bool:
+        """Whether it keeps the values that it began with; other replicas, and copies, take those of one."""
+        is_copy = self.layout.placement is not Placement.SPLIT and self.grid.tensor.rank != 0
+        return self.grid.replicate.rank == 0 and not is_copy
 
     @property
     def is_first_rank(self) -> bool:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, by_class, checkpoint, shard
 from flatfsdp.comm.mesh import make_mesh
+from flatfsdp.engine.storage.first_values import digest
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ranks import on_ranks
 
@@ -47,6 +50,9 @@ def test_of_replicas_the_first_one_counts_and_ranks_of_it_are_compared(rank: int
     mesh = make_mesh(dp_replicate=2, dp_shard=2).dp
     by_replica, by_shard = (shard(model(seed), by_class(nn.Linear), mesh=mesh) for seed in divmod(rank, 2))
     torch.testing.assert_close(use(by_replica), use(model(0)))
+    # The other replica's values do not matter.
+    seed = rank if rank > 1 else 0
+    torch.testing.assert_close(use(shard(model(seed), by_class(nn.Linear), mesh=mesh)), use(model(0)))
     with pytest.raises(RuntimeError, match=DIFFERS):
         use(by_shard)
 
@@ -88,13 +94,34 @@ def test_values_that_were_replaced_do_not_count(
         torch.testing.assert_close(use(module), use(model(5)))
 
 
-@on_ranks(2)
-def test_what_was_not_loaded_counts(rank: int) -> None:
-    module = shard(model(rank), by_class(nn.Linear))
+@EACH_WAY
+@pytest.mark.parametrize("unit", [nn.Linear, nn.LayerNorm], ids=["in another unit", "in the same unit"])
+@on_ranks(2, 3)
+def test_what_was_not_loaded_counts(rank: int, way: str, unit: type[nn.Module]) -> None:
+    module = sharded(way, model(rank), by_class(unit))
     state = {name: value for name, value in model(5).state_dict().items() if not name.startswith("2.")}
     module.load_state_dict(state, strict=False)
     with pytest.raises(RuntimeError, match=DIFFERS):
         use(module)
+
+
+@on_ranks(4)
+def test_a_load_counts_for_ranks_that_have_only_padding(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    values = nn.Linear(2, 2)
+    dcp.save(checkpoint.sharded_state_dict(shard(values)), checkpoint_id=tmp_path)
+    torch.manual_seed(rank)
+    module = shard(nn.Linear(2, 2))
+    dcp.load(checkpoint.sharded_state_dict(module), checkpoint_id=tmp_path)
+    assert module(torch.ones(2)).isfinite().all()
+
+
+def test_a_digest_takes_little_memory() -> None:
+    values = torch.ones(2**24, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = digest(values)
+    assert found == digest(values.clone()) != digest(values.index_fill(0, torch.tensor(7), 2.0))
+    assert max(event.cpu_memory_usage for event in profiled.events()) <= values.nbytes
 
 
 @EACH_WAY

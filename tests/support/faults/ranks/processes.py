@@ -28,7 +28,8 @@ How = Literal["finished", "named", "backend's words", "own error", "as told", "a
 
 WORDS = re.compile(
     r"ranks do not do the same|is not the same on all ranks|did not come within|had given up waiting|"
-    r"(has|have) ended, or left a collective|and lost the other ranks|takes .*; build all|was not saved: rank"
+    r"(has|have) ended, or left a collective|and lost the other ranks|takes .*; build all|"
+    r"was not saved: rank|ranks were given different paths"
 )
 """What this project says of ranks that differ."""
 
