@@ -25,7 +25,6 @@ class Region:
         enabled: whether GEMMs are in FP8.
         calibrating: whether amaxes are recorded although GEMMs are not in FP8.
         group: rank group that shares scales; None for this rank alone.
-        outermost: the region around all others; may be this one.
         has_layers: of the outermost region: whether a layer that can compute in FP8 has run in it.
     """
 
@@ -41,12 +40,17 @@ class Region:
         self.enabled = enabled
         self.calibrating = calibrating
         self.group = group
-        self.outermost: Region = self if outer is None else outer.outermost
+        self._outer = outer
         self.has_layers = False
         # There is one update, at the end of the outermost region.
         self._used: dict[Scaling, None] = {} if outer is None else outer._used
         self._used_backward: dict[Scaling, None] = {}
         self._backward = -1
+
+    @property
+    def outermost(self) -> Region:
+        """The region around all others; may be this one, which must not hold itself, and with it the group."""
+        return self if self._outer is None else self._outer.outermost
 
     @property
     def reduces(self) -> bool:
