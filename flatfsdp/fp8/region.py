@@ -49,7 +49,8 @@ class Region:
 
     @property
     def outermost(self) -> Region:
-        """The region around all others; may be this one, which must not hold itself, and with it the group."""
+        """The region around all others; may be this one."""
+        # Not kept: a region that holds itself would keep the process group, and gloo's threads.
         return self if self._outer is None else self._outer.outermost
 
     @property
