@@ -207,7 +207,7 @@ def test_the_old_or_the_new_is_there_whenever_a_save_is_killed() -> None:
 
 @on_ranks(2)
 def test_a_save_that_fails_once_it_is_the_folders_stays(rank: int, world_size: int) -> None:
-    """As where the disk, or another rank, is lost at that moment."""
+    """The disk, or another rank, may be lost at that moment."""
     from flatfsdp.compat.accelerate import states
 
     def lost(folder: Path, mark: states.Mark) -> None:
