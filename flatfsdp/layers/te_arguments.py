@@ -237,7 +237,11 @@ def _ours(what: str, neutral: Mapping[str, _Neutral], kwargs: dict[str, Any]) ->
     Raises:
         ValueError: for another one, if its value would change something.
     """
-    for name in [name for name in kwargs if name in neutral]:
+    theirs = neutral.keys() & kwargs.keys()
+    # Almost every forward has none.
+    if not theirs:
+        return kwargs
+    for name in theirs:
         value = kwargs[name]
         if not neutral[name].accepts(value):
             shown = "..." if isinstance(value, Tensor) else repr(value)
@@ -245,4 +249,4 @@ def _ours(what: str, neutral: Mapping[str, _Neutral], kwargs: dict[str, Any]) ->
                 f"{what}: {name}={shown} is a Transformer Engine option that is not supported; "
                 f"{neutral[name].instead}"
             )
-    return {name: value for name, value in kwargs.items() if name not in neutral}
+    return {name: value for name, value in kwargs.items() if name not in theirs}

@@ -145,10 +145,10 @@ def end_save(folder: Path, mark: Mark) -> None:
 def is_current(folder: Path, name: str) -> bool:
     """Whether this save is the folder's."""
     try:
-        found: dict[str, Any] = json.loads((folder / _MARK).read_text())
-    except (OSError, ValueError):
+        found = _read_mark(folder)
+    except OSError:
         return False
-    return found.get("save") == name
+    return found is not None and found.save == name
 
 
 def remove_earlier(folder: Path, name: str) -> None:
@@ -198,16 +198,21 @@ def mark_of(folder: Path, models: int) -> Mark:
             f"{folder} has no {_MARK}: it was not written by FlatAccelerator.save_state, or that was stopped "
             "before its end"
         )
-    try:
-        found = Mark(**json.loads((folder / _MARK).read_text()))
-        is_ours = bool(_SAVE.fullmatch(found.save))
-    except (ValueError, TypeError):
-        is_ours = False
-    if not is_ours:
+    found = _read_mark(folder)
+    if found is None:
         raise ValueError(f"{folder / _MARK} does not hold what was written there; load another checkpoint")
     if found.models != models:
         raise ValueError(f"{folder} has {found.models} sharded models, and {models} have been prepared")
     return found
+
+
+def _read_mark(folder: Path) -> Mark | None:
+    """The metadata that a save has left; None if the file holds anything else."""
+    try:
+        found = Mark(**json.loads((folder / _MARK).read_text()))
+        return found if _SAVE.fullmatch(found.save) else None
+    except (ValueError, TypeError):
+        return None
 
 
 def newest(folder: Path) -> Path:

@@ -78,7 +78,9 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     watched = vars(optimizer)
     if _WATCHED in watched:
         return
-    if all(FLAT_SHARD.of(p) is None for group in optimizer.param_groups for p in group["params"]):
+    # No function call per parameter: an ordinary optimizer, which is never watched, comes here in each step.
+    shard = FLAT_SHARD.name
+    if all(p.__dict__.get(shard) is None for group in optimizer.param_groups for p in group["params"]):
         return
     refuse_whole_parameters_needed(optimizer)
     optimizer.register_state_dict_post_hook(note_part)
