@@ -47,7 +47,8 @@ def nothing(_model: Any) -> None:
 def compile_blocks(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, Plain):
-            module.compile()
+            # Otherwise each compiled model chooses its kernels by timing them, and they sum in other orders.
+            module.compile(options={"deterministic": True})
 
 
 def recompute(model: Any, **options: Any) -> None:
