@@ -1,4 +1,4 @@
-"""The options of `shard`, `auto_wrap`, `FlatFSDP` and `FlatArguments` are one type, and those of the engine."""
+"""The options of `shard`, `auto_wrap` and `FlatFSDP` are one type, and those of the engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ plain = state_dict._get_model_state_dict
 import flatfsdp
 from torch import nn
 assert state_dict._get_model_state_dict is plain
-model = flatfsdp.shard(nn.Linear(2, 2))
+model = flatfsdp.shard(nn.Sequential(nn.Linear(2, 2)))
 state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(full_state_dict=True))
 assert state_dict._get_model_state_dict is not plain
 """
