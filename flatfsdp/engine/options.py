@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
             times the bytes for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward
             either way.
         prefetch: number of units to gather ahead, in forward and in backward; default: `Prefetch()`, one.
-        cpu_offload: keep master shards, their gradients and therefore the optimizer state in host memory.
+        cpu_offload: keep master shards, their gradients and therefore the optimizer state in CPU memory.
             Default: False.
         timeout: seconds that a rank waits for the others in a gather, reduction or checkpoint of the model
             before it raises and names the missing ranks; 60 by default, and five times as long until the
