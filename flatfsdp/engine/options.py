@@ -42,8 +42,8 @@ class Options(TypedDict, total=False):
             the first one is in FP32.  Labels that only the outermost forward reads, other dtypes, and tensors
             in lists, dicts and objects stay what they are.  False casts nothing of this unit's.  Default:
             True.
-        reshard_after_forward: True, the default, frees unsharded parameters after each forward and backward
-            (ZeRO-3); False keeps them until the last microbatch's backward (ZeRO-2).
+        reshard_after_forward: True, the default, reshards parameters after each forward and backward
+            (ZeRO-3); False does so after the last microbatch's backward (ZeRO-2).
         optimize_backward_concat: True, the default, lets each gradient land in the flat buffer that is
             reduced.  False is the baseline: autograd concatenates all gradients of a unit in every
             microbatch.  The bits are the same.
