@@ -384,7 +384,7 @@ class FlatGroup:
             "frozen_" if self.built_frozen else "",
             "fp8_" if self.layout.role is Role.FP8 else "",
             # A file of shards in the order of the modules must not be loaded into it.
-            "pack_" if self.binding.is_moved else "",
+            "packed_" if self.binding.is_moved else "",
             "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
         )
         return f"{''.join(kinds)}flat_param"
