@@ -67,6 +67,6 @@ def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:
         if steps == 1:
             set_timeout(LATER_STEPS)
 
-    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0, shows_speed=True) as bar:
         trained = train(settings, settings.sampler(), rank, on_step)
     return TrainReport(RunSummary.of(trained), environment(rank), settings)
