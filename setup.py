@@ -1,7 +1,7 @@
 """Packaging of FlatFSDP: pure Python, nothing is compiled at install time.
 
-The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a link.  On Linux, PyPI's torch is the
-build for CUDA; without a GPU install it first, from https://download.pytorch.org/whl/cpu, as the Makefile does.
+The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a link.  On Linux, PyPI's torch is
+the build for CUDA; for CPUs install torch first, from https://download.pytorch.org/whl/cpu.
 """
 
 import re
