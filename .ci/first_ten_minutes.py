@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does what README.md tells a new user to do, on a clean checkout, and prints the seconds of each step.
 
-    .ci/first_ten_minutes.py                   all of it; the tests run twice, the second time with their cache
+    .ci/first_ten_minutes.py                   all of it; tests run twice, the second time with their cache
     .ci/first_ten_minutes.py --without-tests   until the demo has ended
 
 The last commit is cloned into a temporary folder, so what is not committed is not there.  A step that fails
@@ -53,9 +53,7 @@ def seconds_of(command: Sequence[str], checkout: Path) -> float:
 def main() -> None:
     """Runs the steps and prints their seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--without-tests", action="store_true", help="neither install what they need nor run them"
-    )
+    parser.add_argument("--without-tests", action="store_true", help="do not install what they need, either")
     options = parser.parse_args()
     steps: list[tuple[str, Sequence[str]]] = [
         ("install", ("make", ".venv/cli")),
