@@ -54,6 +54,6 @@ class TrainReport:
 
 def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:
     """Trains; every rank must call it."""
-    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0, shows_speed=True) as bar:
         trained = train(settings, settings.sampler(), rank, bar.advance)
     return TrainReport(RunSummary.of(trained), environment(rank), settings)

@@ -72,6 +72,7 @@ from flatfsdp import FlatFSDP, microbatches, replayed
 from flatfsdp.comm.gpus import take_gpu
 take_gpu(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
+torch.manual_seed(0)
 model = FlatFSDP(torch.nn.Linear(64, 64).cuda(), optimize_backward_concat=True)
 step = replayed(model, lambda x: model(x).square().mean().backward())
 for _ in range(6):
