@@ -7,6 +7,7 @@ Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -63,6 +64,9 @@ def build_unit(
         TypeError, ValueError: for the same reasons as `FlatFSDP`.
     """
     require_flag("sync_module_states", sync_module_states)
+    # PyTorch's state-dict functions would take shards for whole tensors.  By name: the engine does not depend
+    # on what is built on it.
+    import_module("flatfsdp.compat.torch_state_dicts.functions").install()
     parameters = parameters_to_take(module)
     policy = Policy(precision=default_precision(parameters) if precision is None else precision, **settings)
     grid = Grid.of(mesh, tp_group)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -71,16 +70,6 @@ class UnitModule(Guarded):
     """
 
     fsdp_state: UnitState
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Names that differ in state dicts: none.
-
-        PyTorch's state-dict functions call this before they read or gather anything; from here on, they work
-        on sharded models.
-        """
-        # By its name: the engine does not depend on what is built on it.
-        import_module("flatfsdp.compat.torch_state_dicts.functions").install()
-        return {}
 
     def _join(self, root: Root, outermost: UnitModule) -> None:
         """Joins a root, once, when the model is first used.

@@ -66,12 +66,13 @@ plain = state_dict._get_model_state_dict
 import flatfsdp
 from torch import nn
 assert state_dict._get_model_state_dict is plain
-model = flatfsdp.shard(nn.Sequential(nn.Linear(2, 2)))
-state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(full_state_dict=True))
+model = flatfsdp.shard(nn.Linear(2, 2))
+whole = state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(full_state_dict=True))
+assert whole["weight"].shape == (2, 2)
 assert state_dict._get_model_state_dict is not plain
 """
 
 
 def test_an_import_leaves_torch_as_it_is() -> None:
-    """Its state-dict functions know sharded models from their first call with one."""
+    """Its state-dict functions know sharded models once one is built."""
     subprocess.run([sys.executable, "-c", STATE_DICTS], check=True, timeout=300)
