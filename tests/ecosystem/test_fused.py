@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -215,7 +215,10 @@ def test_after_another_engine() -> None:
 def test_beside_tensor_parallel_layers(rank: int) -> None:
     """Parameters that no layer declares as split are the same on all ranks of a tp_group."""
     groups = [dist.new_group([each]) for each in range(2)]
-    options: dict[str, Any] = {"process_group": groups[rank], "tp_group": dist.group.WORLD}
+    options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(groups[rank], "cpu"),
+        "tp_group": dist.group.WORLD,
+    }
     found = []
     for flag in (True, False):
         options["optimize_backward_concat"] = flag

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.models.gpt import GPT, MLP
 from tests.support.gpu.marks import NEEDS_GPU, one_gpu_each
 from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
+from tests.support.meshes import REPLICATED
 from tests.support.models import repeatable, same, same_trace
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -21,7 +22,7 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, REPLICATED], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @on_ranks(backend="nccl")
 @repeatable()
@@ -31,9 +32,9 @@ def test_flag_on_equals_flag_off(rank: int, options: dict[str, Any], precision: 
     reference = train(build(**options), batches)
     variants: list[dict[str, Any]] = [
         {},
-        {"poison_on_free": True},
-        {"poison_on_free": True, "prefetch": Prefetch(2, 2)},
-        {"poison_on_free": True, "prefetch": Prefetch(0, 0)},
+        {"debug": Debug(poison_on_free=True)},
+        {"debug": Debug(poison_on_free=True), "prefetch": Prefetch(2, 2)},
+        {"debug": Debug(poison_on_free=True), "prefetch": Prefetch(0, 0)},
     ]
     traces = [train(build(optimize_backward_concat=True, **options, **v), batches) for v in variants]
     for variant, trace in zip(variants, traces, strict=True):
@@ -97,7 +98,7 @@ def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
         optimize_backward_concat=True,
         precision=BF16,
         # A launch that carries an identity may have the name of an all-gather.
-        check_collectives=False,
+        debug=Debug(check_collectives=False),
     )
     # Enough per unit that the GPU is the limit while the host records.
     batches = [torch.randn(16, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]

@@ -15,6 +15,7 @@ from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.layers.shared import initialize
+from tests.support.meshes import replicating
 from tests.support.models import VOCAB, WIDTH
 
 HIDDEN, HEAD = 36, 3
@@ -143,6 +144,9 @@ def build_tp(mesh: DeviceMesh | None, *, fused: bool = False, seed: int = 0, **o
     """Tensor-parallel over mesh["tp"]; without a mesh, not at all, over all ranks."""
     torch.manual_seed(seed)
     if mesh is not None:
-        options |= {"mesh": data_parallel(mesh), "tp_group": mesh.get_group("tp")}
+        data = data_parallel(mesh)
+        if options.get("mesh") == "replicated":
+            data = replicating(data.get_group())
+        options |= {"mesh": data, "tp_group": mesh.get_group("tp")}
     net = ParallelNet(Ranks.of(options.get("tp_group")), fused=fused)
-    return auto_wrap(net, by_class(ParallelMLP), **options)
+    return auto_wrap(net, by_class(ParallelMLP), **{"optimize_backward_concat": False, **options})

@@ -24,7 +24,7 @@ from flatfsdp.comm.ranks import Ranks
 
 _MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 15, 1 << 15
 
-RANK_TIMEOUT = 60.0
+DEFAULT_TIMEOUT = 60.0
 """Default number of seconds that a rank waits for others."""
 
 FIRST_STEP = 5
@@ -106,14 +106,14 @@ class ModelIdentity:
         units: names of the units, in registration order.
         data_parallel: communicators that layers do not use.
         communicators: all communicators that the engine uses for this model.
-        rank_timeout: seconds that a rank waits for others; None: as long as the process group allows.
+        timeout: seconds that a rank waits for others; None: as long as the process group allows.
     """
 
     number: int = 0
     units: Sequence[str] = ()
     data_parallel: Sequence[Ranks] = ()
     communicators: Sequence[Ranks] = ()
-    rank_timeout: float | None = None
+    timeout: float | None = None
 
 
 class Identity(NamedTuple):
@@ -143,7 +143,7 @@ class Identity(NamedTuple):
     @property
     def limit(self) -> float | None:
         """Seconds that a rank waits for the others; None: as long as the process group allows."""
-        limit = self.model.rank_timeout
+        limit = self.model.timeout
         if limit is None or math.isinf(limit):
             return None
         is_early = self.is_early

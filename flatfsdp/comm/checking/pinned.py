@@ -18,7 +18,7 @@ def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
     if alias.data_ptr() != pinned.data_ptr():
         raise RuntimeError(
             f"pinned host memory is not addressable on {device}, where collectives say what they are for; "
-            "pass check_collectives=False to FlatFSDP"
+            "pass debug=Debug(check_collectives=False)"
         )
     return alias
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from flatfsdp import checkpoint
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.compat.fairscale import optim_state, options
-from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
+from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
@@ -137,11 +137,10 @@ class FullyShardedDataParallel(FlatFSDP):
         )
         super().__init__(
             module,
-            process_group,
+            mesh=mesh_of(process_group, shard=shard),
             device=options.choose_device(compute_device, parameters, process_group),
             precision=precision,
             cast_inputs=False,
-            shard=shard,
             reshard_after_forward=reshard_after_forward,
             optimize_backward_concat=optimize_backward_concat,
             cpu_offload=offload,

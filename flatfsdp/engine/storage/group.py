@@ -205,10 +205,10 @@ class FlatGroup:
         if num_shards == 1:
             return None
         numel = self.layout.padded_numel(num_shards)
-        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.poison_on_free)
+        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.debug.poison_on_free)
 
     def _new_fp8(self, unsharded: Tensor) -> FP8Weights:
-        through, poison = self.policy.precision.compute, self.policy.poison_on_free
+        through, poison = self.policy.precision.compute, self.policy.debug.poison_on_free
         return FP8Weights(self.layout, self.grid.shard, unsharded, through, poison=poison)
 
     def _new_main_grad(self) -> MainGrad:
@@ -219,7 +219,7 @@ class FlatGroup:
             self.master.device,
             self.microbatch,
             self.ledger,
-            poison=self.policy.poison_on_free,
+            poison=self.policy.debug.poison_on_free,
         )
         main_grad.changes = self.changes
         return main_grad
@@ -349,7 +349,7 @@ class FlatGroup:
 
     def introduce(self, model: ModelIdentity, unit: int) -> None:
         """Makes collectives carry the identity of this model, and this number of the unit."""
-        if self.policy.check_collectives:
+        if self.policy.debug.check_collectives:
             self.model, self._unit = model, unit
             self.master.identify = self.identify
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from flatfsdp import Precision, by_class, checkpoint, microbatches
+from flatfsdp import Debug, Precision, by_class, checkpoint, microbatches
 from flatfsdp.checkpoint.local import (
     consolidate,
     load_local_state_dict,
@@ -39,7 +39,7 @@ Record = tuple[list[Tensor], dict[str, Tensor]]
 
 def build(way: str = "wrapped", kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
     net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
-    return sharded(way, net, by_class(Layer), **{"poison_on_free": True, **options})
+    return sharded(way, net, by_class(Layer), **{"debug": Debug(poison_on_free=True), **options})
 
 
 def train(
@@ -186,7 +186,7 @@ def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, 
         expected = torch.stack([sum_of_squares(layer) for layer in net.layers])
         for kind, fuse, options in itertools.product((QKV, OneWeight), (False, True), every_setting(way)):
             # Not poisoned: what is freed too early has no memory, and raises.
-            model = build(kind=kind, fuse=fuse, poison_on_free=False, **options)
+            model = build(kind=kind, fuse=fuse, debug=Debug(), **options)
             layers = (model.module if way == "wrapped" else model).layers
             two_microbatches(model, layers[:frozen], rank, microbatches(model, range(2)))
             found = torch.stack([sum_of_squares(layer) for layer in layers])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.joint import Joint, is_joined, joined
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
@@ -170,7 +170,7 @@ def test_a_frozen_group_has_joints_without_gradients(flag: bool) -> None:
 @pytest.mark.parametrize("order", [("", "k", ""), ("k", "", ""), ("", "", "k"), ("k", "v", "k")])
 def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: tuple[str, ...]) -> None:
     """Slots in which nothing has landed yet may hold anything; `poison` makes it NaN."""
-    model, net = wrapped(flag, fuse, poison_on_free=True), Net(fuse=False)
+    model, net = wrapped(flag, fuse, debug=Debug(poison_on_free=True)), Net(fuse=False)
     inputs = list(zip(map(batch, range(3)), order, strict=True))
     for (x, alone), _ in zip(inputs, microbatches(model, [*order]), strict=True):
         loss_of(model, x, alone).backward()
@@ -246,7 +246,12 @@ def test_joints_land_as_soon_as_they_are_ready() -> None:
 def test_models_that_declare_no_joints_are_laid_out_as_they_were() -> None:
     model = wrapped(True)
     with_joints = model.module.layers[0].fsdp_state.unit.groups[0].layout
-    plain = auto_wrap(Net(OneWeight), by_class(Layer)).module.layers[0].fsdp_state.unit.groups[0].layout
+    plain = (
+        auto_wrap(Net(OneWeight), by_class(Layer), optimize_backward_concat=False)
+        .module.layers[0]
+        .fsdp_state.unit.groups[0]
+        .layout
+    )
     assert [joint.name for joint in with_joints.joints] == ["qkv.qkv_weight", "qkv.qkv_bias"]
     assert plain.joints == () and plain.runs == tuple((i, i + 1) for i in range(len(plain.slots)))
     # The same bytes in the same places.
@@ -263,7 +268,10 @@ def test_state_dicts_keep_names_and_order() -> None:
 def test_memory_report_knows_no_copy() -> None:
     options = {"precision": Precision(compute=torch.bfloat16)}
     with_joints, plain = (
-        auto_wrap(Net(kind), by_class(Layer), **options).memory_report() for kind in (QKV, OneWeight)
+        auto_wrap(
+            Net(kind), by_class(Layer), **{"optimize_backward_concat": False, **options}
+        ).memory_report()
+        for kind in (QKV, OneWeight)
     )
     assert with_joints == plain
 
@@ -344,7 +352,7 @@ def test_a_parameter_is_in_one_joint(caplog: pytest.LogCaptureFixture) -> None:
     layer.swapped._of_kind = {
         kind: Joint("swapped", joint.parts[::-1]) for kind, joint in layer.qkv._of_kind.items()
     }
-    model = FlatFSDP(layer)
+    model = FlatFSDP(layer, optimize_backward_concat=False)
     assert joined(layer.again, layer.again.declared_joints()[0]) is joined(
         layer.qkv, layer.qkv.declared_joints()[0]
     )

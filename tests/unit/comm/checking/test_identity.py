@@ -83,17 +83,17 @@ def test_one_rank_alone_never_differs() -> None:
 
 
 def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
-    model = ModelIdentity(rank_timeout=2.0)
+    model = ModelIdentity(timeout=2.0)
     assert Identity(Action.FORWARD, model, step=1).limit == 2.0
     assert Identity(Action.FORWARD, model).limit == Identity(Action.BUILD, model).limit == 2.0 * FIRST_STEP
     assert Identity(Action.SAVE, model).limit == 2.0
     assert Identity(Action.OBJECTS).limit is None
-    assert Identity(Action.FORWARD, ModelIdentity(rank_timeout=math.inf)).limit is None
+    assert Identity(Action.FORWARD, ModelIdentity(timeout=math.inf)).limit is None
 
 
 @pytest.mark.parametrize("count", [0, 64])
 def test_a_number_of_elements_is_no_number_of_steps(count: int) -> None:
-    model = ModelIdentity(rank_timeout=2.0)
+    model = ModelIdentity(timeout=2.0)
     assert Identity.counting(Action.INPUTS, count, model, is_early=True).limit == 2.0 * FIRST_STEP
     assert Identity.counting(Action.INPUTS, count, model, is_early=False).limit == 2.0
 
