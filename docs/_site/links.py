@@ -1,4 +1,4 @@
-"""Links that lead out of docs/: the site gets a copy of each file that a page links to.
+"""The version on each page, and links that lead out of docs/: the site gets a copy of each linked file.
 
 On GitHub such a link opens the file in the repository.  A built site has no repository beside it.  So texts
 and Python files become pages, pictures and results are copied, and a folder is the file that describes it.
@@ -16,6 +16,14 @@ from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 COPIES = "repository"
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Puts the version at the foot of each page."""
+    package = Path(config.docs_dir).parent / "flatfsdp" / "__init__.py"
+    version = re.search(r'^__version__ = "(.+)"$', package.read_text(), re.MULTILINE)
+    assert version is not None
+    config.copyright = f"FlatFSDP {version[1]}, Apache-2.0"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
