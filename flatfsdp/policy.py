@@ -174,7 +174,7 @@ class Gathering:
 
     Attributes:
         rank0_only: only the first rank of the grid gets them; on others the parameters stay as they are.
-        offload_to_cpu: put them in host memory, so that the device never holds more than one unit.
+        offload_to_cpu: put them in CPU memory, so that the device never holds more than one unit.
     """
 
     rank0_only: bool = False

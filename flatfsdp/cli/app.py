@@ -120,7 +120,7 @@ def verify(
     microbatches that are replayed as CUDA graphs, with an evaluation, an exception, another shape and a load
     between the steps.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
-    rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
+    rank. Exits with 1 if anything differs. All gradients are kept in CPU memory for that.
 
     With [bold]--matrix[/bold] the rows are ways to share a Llama over 2 and 4 ranks on CPU, or over 8, 4 or 2
     GPUs. Sizes and steps that are left out are smaller there, and --precision, --strategy and --fusion choose

@@ -35,7 +35,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     """Shards a module's parameters over ranks in one flat buffer, and gathers them where they are used.
 
     Takes every parameter below `module` that no inner FlatFSDP has taken, so wrap inner modules first
-    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, freed and reduced as a whole.  One
+    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, resharded and reduced as a whole.  One
     transformer layer is a good size.  The first one that is called becomes the root of those inside it.
 
     `parameters()` lists the flat FP32 shards; give them to any torch.optim optimizer after wrapping.  A

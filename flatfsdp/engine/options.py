@@ -42,8 +42,8 @@ class Options(TypedDict, total=False):
             the first one is in FP32.  Labels that only the outermost forward reads, other dtypes, and tensors
             in lists, dicts and objects stay what they are.  False casts nothing of this unit's.  Default:
             True.
-        reshard_after_forward: True, the default, frees unsharded parameters after each forward and backward
-            (ZeRO-3); False keeps them until the last microbatch's backward (ZeRO-2).
+        reshard_after_forward: True, the default, reshards parameters after each forward and backward
+            (ZeRO-3); False does so after the last microbatch's backward (ZeRO-2).
         optimize_backward_concat: True, the default, lets each gradient land in the flat buffer that is
             reduced.  False is the baseline: autograd concatenates all gradients of a unit in every
             microbatch.  The bits are the same.
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
             times the bytes for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward
             either way.
         prefetch: number of units to gather ahead, in forward and in backward; default: `Prefetch()`, one.
-        cpu_offload: keep master shards, their gradients and therefore the optimizer state in host memory.
+        cpu_offload: keep master shards, their gradients and therefore the optimizer state in CPU memory.
             Default: False.
         timeout: seconds that a rank waits for the others in a gather, reduction or checkpoint of the model
             before it raises and names the missing ranks; 60 by default, and five times as long until the

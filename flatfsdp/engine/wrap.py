@@ -53,7 +53,7 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **options: Unpack[Options]) 
     Raises:
         TypeError: if the policy is a class or cannot be called; for an unknown option.
         ValueError: as `FlatFSDP`, with the unit's name; if the policy picks nothing, as the whole model would
-            then be one unit, which is never freed between forward and backward.
+            then be one unit, which is not resharded between forward and backward.
     """
     require_known("auto_wrap", options)
     picked = pick_units(model, policy)

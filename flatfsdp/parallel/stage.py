@@ -64,7 +64,7 @@ class FlatStage(PipelineStage):
         optimizer.step()
 
     Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches,
-    FlatFSDP's `reshard_after_forward` decides whether parameters are kept or freed.  With the schedule's
+    FlatFSDP's `reshard_after_forward` decides whether parameters are resharded.  With the schedule's
     `scale_grads=True`, a step's gradients are divided by its number of microbatches after their reduction.
     Gradients from before the step are added to, and not divided again.
 

@@ -86,7 +86,7 @@ class TrainSettings:
         least = (sizes[0], sizes[1] // 2 if self.interrupts else sizes[1])
         if self.precision.recipe is not None and any(size % ALIGNMENT for size in least):
             raise ValueError(
-                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 products need multiples of {ALIGNMENT}"
+                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 GEMMs need multiples of {ALIGNMENT}"
                 f"{', also of half of the tokens' if self.interrupts else ''}"
             )
         if self.replays and self.caches_weights and self.precision.recipe is not None:

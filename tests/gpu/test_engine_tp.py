@@ -18,7 +18,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import mesh_of
-from tests.support.meshes import REPLICATED, replicating
+from tests.support.meshes import replicating
 from tests.support.models import differing, repeatable
 from tests.support.ranks import on_ranks
 
@@ -29,7 +29,7 @@ STORED = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 IN_LAYERS = Precision(compute=torch.bfloat16, fp8_weights="in_layers")
 
 
-def build(mesh: ParallelMesh, recipe: Any = None, **options: Any) -> FlatFSDP:
+def build(mesh: ParallelMesh, recipe: Any = None, *, replicates: bool = False, **options: Any) -> FlatFSDP:
     split: dict[str, Any] = {"tp_group": mesh.tp_group} if mesh.tp_size > 1 else {}
     llama = Llama(
         CONFIG,
@@ -39,8 +39,7 @@ def build(mesh: ParallelMesh, recipe: Any = None, **options: Any) -> FlatFSDP:
         device="cuda",
         **split,
     )
-    is_whole = options.get("mesh") == "replicated"
-    options["mesh"] = replicating(mesh.dp_group) if is_whole else mesh.dp
+    options["mesh"] = replicating(mesh.dp_group) if replicates else mesh.dp
     return auto_wrap(
         llama,
         by_class(TransformerLayer),
@@ -84,7 +83,7 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
         {"precision": BF16, "recipe": DelayedScaling(), "grad_sync": "every"},
         {"precision": STORED, "recipe": CurrentScaling(), "reshard_after_forward": False},
         {"precision": BF16, "cpu_offload": True},
-        {"precision": BF16, **REPLICATED},
+        {"precision": BF16, "replicates": True},
     ],
     ids=["bf16", "fp8-every", "stored-zero2", "offload", "replicated"],
 )

@@ -18,7 +18,7 @@ RECIPE = CurrentScaling()
 
 
 class Net(Stack):
-    """FP8 layers, and a head whose 40 rows FP8 products cannot have."""
+    """FP8 layers, and a head whose 40 rows FP8 GEMMs cannot have."""
 
     def __init__(self, fuse: Any = False, **options: Any) -> None:
         super().__init__(**options)

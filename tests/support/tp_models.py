@@ -140,12 +140,19 @@ def data_rank(mesh: DeviceMesh) -> int:
     return dist.get_rank() // mesh["tp"].size()
 
 
-def build_tp(mesh: DeviceMesh | None, *, fused: bool = False, seed: int = 0, **options: Any) -> FlatFSDP:
+def build_tp(
+    mesh: DeviceMesh | None,
+    *,
+    fused: bool = False,
+    seed: int = 0,
+    replicates: bool = False,
+    **options: Any,
+) -> FlatFSDP:
     """Tensor-parallel over mesh["tp"]; without a mesh, not at all, over all ranks."""
     torch.manual_seed(seed)
     if mesh is not None:
-        data = data_parallel(mesh)
-        if options.get("mesh") == "replicated":
+        data: Any = data_parallel(mesh)
+        if replicates:
             data = replicating(data.get_group())
         options |= {"mesh": data, "tp_group": mesh.get_group("tp")}
     net = ParallelNet(Ranks.of(options.get("tp_group")), fused=fused)

@@ -9,7 +9,7 @@ different orders would train with a mix of two layers.
 
     gloo   the numbers travel first, and the host compares them before the payload starts; it waits for other
            ranks as long as `Identity.limit` says, and `absence.py` finds out which ranks did not come
-    NCCL   the numbers travel in the same launch, straight into pinned host memory; the host looks there
+    NCCL   the numbers travel in the same launch, straight into pinned CPU memory; the host looks there
            whenever it is in the engine anyway, so nothing waits for the device
 
 With NCCL, collectives that have met have run by then, so the communicators are aborted before the error is
@@ -249,7 +249,7 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
 class DeviceJournal:
     """Journal of the launches over one communicator, whose purposes are sent with the payload.
 
-    The row of a launch in host memory holds one number a rank, 0 until it arrives.
+    The row of a launch in CPU memory holds one number a rank, 0 until it arrives.
 
     Attributes:
         launches: launches in flight over all communicators of these ranks.

@@ -140,7 +140,7 @@ class FlatAccelerator(Accelerator):
             ValueError: if it has state of whole parameters, or was made before `flatfsdp.shard`.
         """
         self._renamed.hand_to(states.plain_optimizer(optimizer))
-        # Shards stay where they are, which may be host memory.
+        # Shards stay where they are, which may be CPU memory.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class FlatAccelerator(Accelerator):
     # ---- whole parameters -------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors on all ranks; those of a sharded model are in host memory.  Collective."""
+        """Whole tensors on all ranks; those of a sharded model are in CPU memory.  Collective."""
         if is_unit(model):
             self._meet(model, "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))

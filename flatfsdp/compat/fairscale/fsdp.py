@@ -49,7 +49,7 @@ class FullyShardedDataParallel(FlatFSDP):
             parameters without mixed_precision, the reduced gradient is in `main_grad` of the flat parameters,
             and `grad` stays None.
         flatten_parameters: only True.
-        move_params_to_cpu: keep shards, gradients and optimizer in host memory.
+        move_params_to_cpu: keep shards, gradients and optimizer in CPU memory.
         compute_dtype: default: FP16 in mixed precision, else the parameters' dtype.
         buffer_dtype: dtype of floating-point buffers; default: compute_dtype.
         move_grads_to_cpu: the value of move_params_to_cpu, or None.
@@ -213,7 +213,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether shards are kept in host memory."""
+        """Whether shards are kept in CPU memory."""
         return self.move_params_to_cpu
 
     @property

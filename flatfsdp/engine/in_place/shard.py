@@ -51,8 +51,8 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
     Args:
         module: module to shard, the same on all ranks.
         policy: `by_class`, `by_size`, or any callable of (name, module, numel), as for `auto_wrap`.  Every
-            module that it picks becomes a unit: gathered, freed and reduced as a whole.  None makes one unit
-            of the module, with everything inside that is not sharded yet.
+            module that it picks becomes a unit: gathered, resharded and reduced as a whole.  None makes
+            one unit of the module, with everything inside that is not sharded yet.
         options: ranks, dtypes and other settings, by name: see `Options`.  With
             optimize_backward_concat=True, the default, `module.weight` is a Parameter.
 

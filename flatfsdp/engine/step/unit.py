@@ -377,9 +377,9 @@ class Unit:
         """
         if group.state is ShardState.SHARDED:
             raise RuntimeError(
-                f"a gradient of unit {group.name} was computed while its parameters were freed, from NaN in "
-                "their place: its forward has handed out a tensor beside its outputs (through a closure or a "
-                "global list), or a loss was made of module.weight outside of the forward; return the tensor "
+                f"a gradient of unit {group.name} was computed while its parameters were sharded, from NaN "
+                "in their place: its forward has handed out a tensor beside its outputs (through a closure or "
+                "a global list), or a loss was made of module.weight outside of the forward; return the tensor "
                 "from the forward, or set it as an attribute of a module in the unit"
             )
         by_group = self._landed.get(running_backward())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
 from flatfsdp import (
@@ -24,6 +24,7 @@ from flatfsdp import (
     by_size,
     microbatches,
 )
+from flatfsdp.parallel import make_mesh
 from tests.support.meshes import REPLICATED, replicating
 from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train
 from tests.support.ranks import RankFailure, on_ranks, run_ranks
@@ -468,6 +469,23 @@ def test_meshes(rank: int) -> None:
     off = train(build(mesh=two), rank)
     on = train(build(mesh=two, optimize_backward_concat=True), rank)
     assert all(same_trace(off, on).values())
+
+
+@on_ranks(2)
+def test_a_wrong_mesh_is_named_before_anything_is_sent(rank: int) -> None:
+    pair = init_device_mesh("cpu", (2,))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (dist.group.WORLD, TypeError, r"mesh is a ProcessGroup; .*DeviceMesh\.from_group\(group, 'cuda'\)"),
+        (make_mesh(), TypeError, r"mesh is a ParallelMesh; .*make_mesh\(\.\.\.\)\.dp"),
+        (init_device_mesh("cpu", (1, 1, 2)), ValueError, r"mesh has 3 dimensions; pass \(shard,\) or"),
+    ]
+    if rank == 1:
+        alone = DeviceMesh("cpu", [0], _init_backend=False)
+        cases.append((alone, ValueError, r"rank 1 is not in mesh, which has ranks \[0\]"))
+    for mesh, error, message in cases:
+        with pytest.raises(error, match=message):
+            build(mesh=mesh)
+    train(build(mesh=pair), rank)
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
@@ -236,7 +237,9 @@ def test_a_unit_over_fewer_ranks(rank: int) -> None:
     """Two pairs of ranks each have a unit to themselves: it trains apart, and the norm of all is unknown."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=True)
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=True
+    )
     torch.manual_seed(9)
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=True)
     model(torch.full((2, 8), float(rank))).square().sum().backward()

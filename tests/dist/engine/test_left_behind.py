@@ -123,6 +123,6 @@ def test_a_gradient_that_lands_in_a_freed_unit_raises(flag: bool) -> None:
     model(torch.ones(4))
     loss = OUTSIDE.pop()
     with pytest.raises(
-        RuntimeError, match=r"gradient of unit 0 was computed while its parameters were freed"
+        RuntimeError, match=r"gradient of unit 0 was computed while its parameters were sharded"
     ):
         loss.backward()

@@ -19,7 +19,6 @@ from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import named_groups
 from tests.support.both_forms import WAYS, sharded
 from tests.support.in_place import cut_by_hand
-from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
@@ -104,7 +103,7 @@ def test_clipping_is_that_of_the_model(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((2, 2), {}), ((2, 2), REPLICATED), ((2, 1, 2), {}), ((1, 4), {"cpu_offload": True})],
+    [((2, 2), {}), ((2, 2), {"replicates": True}), ((2, 1, 2), {}), ((1, 4), {"cpu_offload": True})],
     ids=["zero3", "replicated", "hybrid", "tp4-offload"],
 )
 @on_ranks(4)

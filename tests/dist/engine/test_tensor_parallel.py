@@ -18,7 +18,6 @@ from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT
 from flatfsdp.layers import Linear, RMSNorm
-from tests.support.meshes import REPLICATED
 from tests.support.models import Trace, data, same_trace, whole_grads
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
@@ -67,7 +66,7 @@ def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dic
     [
         ((2, 2), {}),
         ((2, 2), {"reshard_after_forward": False, "grad_sync": "every"}),
-        ((2, 2), REPLICATED),
+        ((2, 2), {"replicates": True}),
         ((2, 2), {"factors": (4.0, 0.5)}),
         ((2, 1, 2), {"grad_sync": "every"}),
         ((1, 4), {"cpu_offload": True}),

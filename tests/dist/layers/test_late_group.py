@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FlatFSDP
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
@@ -50,7 +51,7 @@ def test_the_same_as_with_a_group_from_the_start(rank: int, name: str, sequence_
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
         FlatFSDP(
             late,
-            dist.new_group([rank], use_local_synchronization=True),
+            mesh=DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu"),
             tp_group=dist.group.WORLD,
             optimize_backward_concat=False,
         )

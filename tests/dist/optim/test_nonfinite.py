@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
 from flatfsdp.contract.tensor_parallel import declare_split
@@ -276,7 +276,9 @@ def test_a_gradient_that_counts_on_another_rank(rank: int, sizes: tuple[int, ...
 def test_experts(rank: int) -> None:
     """No rank knows the norm of all experts, and all know whether there is a NaN in one."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=False)
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=False
+    )
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=False)
     optimizer = AdamW(model.parameters(), lr=1e-2, nonfinite="skip")
 
@@ -379,9 +381,17 @@ def test_units_with_and_without_tensor_parallel_ranks(rank: int) -> None:
     """Several roots: the ranks of one unit hear of a NaN in a unit that they do not share."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     split = Linear(4, 8, parallel_mode="column", tp_group=dist.group.WORLD)
-    plain = FlatFSDP(nn.Linear(4, 4), alone, optimize_backward_concat=False)
+    plain = FlatFSDP(
+        nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone, "cpu"), optimize_backward_concat=False
+    )
     model = nn.Sequential(
-        plain, FlatFSDP(split, alone, tp_group=dist.group.WORLD, optimize_backward_concat=False)
+        plain,
+        FlatFSDP(
+            split,
+            mesh=DeviceMesh.from_group(alone, "cpu"),
+            tp_group=dist.group.WORLD,
+            optimize_backward_concat=False,
+        ),
     )
     optimizer = SGD(model.parameters(), lr=0.1, nonfinite="skip")
     for parameter in model.parameters():
@@ -402,8 +412,14 @@ def test_experts_beside_two_grids_of_all_ranks(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     units = [
         FlatFSDP(nn.Linear(8, 8), mesh=mesh, optimize_backward_concat=False),
-        FlatFSDP(nn.Linear(8, 8), everyone, optimize_backward_concat=False),
-        FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=False),
+        FlatFSDP(
+            nn.Linear(8, 8), mesh=DeviceMesh.from_group(everyone, "cpu"), optimize_backward_concat=False
+        ),
+        FlatFSDP(
+            nn.Linear(8, 8),
+            mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"),
+            optimize_backward_concat=False,
+        ),
     ]
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), *units), optimize_backward_concat=False)
     optimizer = AdamW(model.parameters(), nonfinite="skip")

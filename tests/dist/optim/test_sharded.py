@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
 from flatfsdp.fp8 import autocast
@@ -122,7 +122,9 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
 @on_ranks(4)
 def test_units_over_fewer_ranks_are_refused(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=False)
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=False
+    )
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=False)
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
