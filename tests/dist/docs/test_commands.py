@@ -33,7 +33,8 @@ def commands() -> list[str]:
         for page in PAGES.values()
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)
     )
-    lines = (line for block in blocks for line in block.splitlines() if line.startswith(STARTS))
+    joined = (re.sub(r"\s*\\\n\s*", " ", block) for block in blocks)
+    lines = (line for block in joined for line in block.splitlines() if line.startswith(STARTS))
     return sorted({line.removeprefix("$ ").split("  #")[0] for line in lines})
 
 

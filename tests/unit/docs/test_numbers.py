@@ -120,6 +120,9 @@ def test_hugging_face_models() -> None:
         for row in rows("hf-1b-m8-reshard.json").values():
             host = "" if row["host_ms"] is None else f"{row['host_ms']:.1f}"
             yield f"{row['ms']:.0f}", f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}", host
+        for row in rows("hf-8b8-m8-reshard.json").values():
+            numbers = f"{row['ms']:.0f}", f"{row['tokens_per_s_per_rank']:,.0f}"
+            yield *numbers, f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}"
         for row in results("trainer-1b-m4-2.json")["rows"]:
             speed = f"{row['tokens_per_s_per_rank']:,.0f}", f"{row['times_as_fast']:.2f}"
             yield f"{row['median_ms']:.0f}", *speed, f"{row['peak_gib']:.1f}"
@@ -223,6 +226,15 @@ def test_products() -> None:
         if row["path"] == "flatfsdp":
             speeds[row["direction"]].append(row["speed"])
     assert_rows([("; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in speeds.values()),)])
+
+
+def test_checkpoints() -> None:
+    rows = {(row["action"], row["name"]): row for row in results("checkpoint-1b-2.json")["rows"]}
+    save, load = (rows[action, "FlatFSDP"] for action in ("save", "load"))
+    plain = rows["save", "plain DCP"]
+    assert f"takes {save['seconds']:.2f} s, where plain `dcp.save` takes {plain['seconds']:.2f} s" in PROSE
+    assert f"digests make it {save['ratio']:.2f} times as slow" in PROSE
+    assert f"takes {load['seconds']:.2f} s against {rows['load', 'plain DCP']['seconds']:.2f} s" in PROSE
 
 
 def test_convergence() -> None:

@@ -106,5 +106,9 @@ def test_versions_are_those_of_the_package() -> None:
     assert missing - {"lightning-fabric==2.6.6"} == set()
 
 
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {flatfsdp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_package_and_its_metadata_have_one_version() -> None:
     assert importlib.metadata.version("flatfsdp") == flatfsdp.__version__
