@@ -29,7 +29,10 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what pages link to outside of docs/, and what copied texts link to in turn."""
     docs = Path(config.docs_dir)
-    texts = [(docs / page.src_uri, page.content_string) for page in files.documentation_pages()]
+    texts = [
+        (docs / page.src_uri, page.content_string)
+        for page in files.documentation_pages()
+    ]
     while texts:
         place, text = texts.pop()
         for match in LINK.finditer(text):
@@ -46,7 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Turns links out of docs/ into links to the copies."""
     docs = Path(config.docs_dir)
     if page.file.src_uri.startswith(f"{COPIES}/"):
@@ -91,5 +96,9 @@ def copied(source: Path, docs: Path, config: MkDocsConfig) -> File:
     elif source.suffix == ".py":
         content = f"# {source.relative_to(docs.parent)}\n\n````python\n{source.read_text()}\n````\n"
     else:
-        return File.generated(config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV)
-    return File.generated(config, where, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+        return File.generated(
+            config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV
+        )
+    return File.generated(
+        config, where, content=content, inclusion=InclusionLevel.NOT_IN_NAV
+    )

@@ -89,7 +89,7 @@ CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, seq=16)
 
 
 def an_own_hugging_face_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of README.md and of the site's first page, with a tiny Llama in the place of the reader's."""
+    """The blocks of README.md and of the site's first page, with a tiny Llama as the reader's model."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
