@@ -415,7 +415,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "class SignSGD": an_optimizer_of_ones_own,
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
-    "TransformerLayer(32, 64, 4": fp8_layers,
+    "layer = TransformerLayer(": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,
     "step = replayed(model, forward_backward)": replayed_microbatches,
