@@ -40,7 +40,7 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
         optimizer = torch.optim.AdamW(model.parameters())
         model(tokens).loss.backward()
 
-    `named_parameters()` lists each parameter under its own name, as this rank's part of it: 1-D, in master
+    `named_parameters()` lists each parameter under its own name, as its local shard: 1-D, in master
     precision, empty where the rank has none of it.  Gradients come to the `.grad` of these.  An attribute,
     such as `module.weight`, is the whole parameter while its unit computes, and reads as NaN otherwise.
 

@@ -290,7 +290,7 @@ def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
     (group,) = model.blocks[1].fsdp_state.unit.groups
     for portion in group.master.portions:
         portion.parameter.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"portion of unit blocks\.1 was set to False by itself"):
+    with pytest.raises(RuntimeError, match=r"local shard of unit blocks\.1 was set to False by itself"):
         model(tokens)
 
 

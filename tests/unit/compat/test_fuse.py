@@ -417,7 +417,7 @@ def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> No
 
 @needs_peft
 @pytest.mark.parametrize("fuse_first", [True, False])
-def test_adapters_of_query_and_value_add_to_the_joint_projection(fuse_first: bool, silence: None) -> None:
+def test_adapters_of_query_and_value_add_to_the_pack_projection(fuse_first: bool, silence: None) -> None:
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
