@@ -145,7 +145,7 @@ def redraw(payload: dict[str, Any], path: Path) -> None:
     ]
     figure = Figure(figsize=(8, 1.6 + 0.6 * len(rows)), layout="constrained")
     axis = figure.subplots()
-    for row in rows:
+    for place, row in enumerate(rows):
         case = row["case"]
         name = f"FlatFSDP, {'on' if case['concat_free'] else 'off'}"
         label = name if case["engine"] == "FlatFSDP" else case["engine"]
@@ -153,7 +153,7 @@ def redraw(payload: dict[str, Any], path: Path) -> None:
         total = row["local"]["measured" if is_measured else "promised"]
         axis.barh(label, total, color="#4e79a7" if label == name else "#f28e2b", height=0.7)
         axis.text(
-            total, label, f" {total:.1f}{'' if is_measured else ' (formula)'}", va="center", fontsize=14
+            total, place, f" {total:.1f}{'' if is_measured else ' (formula)'}", va="center", fontsize=14
         )
     axis.set_xlim(right=1.3 * max(row["local"]["promised"] for row in rows))
     axis.set_xticks([])

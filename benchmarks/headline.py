@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lib.common import RESULTS
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 ENGINES = ("FSDP2 + compile", "FSDP2 + torchao FP8 + compile", "FlatFSDP")
 COLORS = ("#bab0ac", "#f28e2b", "#4e79a7")
@@ -124,7 +125,7 @@ def draw(path: Path) -> None:
     axis.set_xlim(right=1.18 * max(cell.speed for job in jobs for cell in job.cells if cell is not None))
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.invert_yaxis()
-    handles = [axis.barh(0, 0, color=color) for color in COLORS]
+    handles = [Patch(color=color) for color in COLORS]
     figure.legend(handles, ENGINES, loc="outside lower left", ncols=2, fontsize=13, frameon=False)
     figure.suptitle("Tokens per second a GPU, H200", x=0.01, ha="left", fontsize=16)
     figure.savefig(path, dpi=150)
