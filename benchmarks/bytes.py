@@ -162,7 +162,7 @@ def redraw(payload: dict[str, Any], path: Path) -> None:
     axis.spines[["top", "right", "bottom"]].set_visible(False)
     figure.suptitle("Bytes that a rank copies, per parameter and step", x=0.01, ha="left", fontsize=16)
     axis.set_xlabel(
-        f"{ranks} ranks, {_counted(steps)}, ZeRO-3; on, off: optimize_backward_concat", fontsize=13
+        f"{ranks} ranks, {_counted(steps)}, ZeRO-3; on, off: optimize_backward_concat", fontsize=11
     )
     figure.savefig(path, dpi=150)
 
