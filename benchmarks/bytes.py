@@ -18,36 +18,27 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from lib import options
 from lib.bytes_formulas import CASES, UNITS, WEIGHTS, Case
-from lib.bytes_measured import CountedBytes, equal, measure_all
+from lib.bytes_measured import CountedBytes, measure_all
 from lib.common import RESULTS, environment, publish, results_of_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-
-class Part(NamedTuple):
-    """The presentation of one part of the local bytes."""
-
-    heading: str
-    meaning: str
-    color: str
-
-
 PARTS = {
-    "cast": Part("cast", "cast FP32 to bf16 or FP8", "#4e79a7"),
-    "amax": Part("amax", "largest magnitude", "#a0cbe8"),
-    "transpose": Part("trans-\npose", "transpose", "#59a14f"),
-    "copy": Part("copy\nin/out", "copy in / copy out", "#f28e2b"),
-    "concat": Part("concat", "concat", "#e15759"),
-    "accumulate": Part("accu-\nmulate", "widen and add", "#76b7b2"),
-    "other": Part("other", "scale, clamp, divide, zero-fill", "#bab0ac"),
+    "cast": "cast",
+    "amax": "amax",
+    "transpose": "trans-\npose",
+    "copy": "copy\nin/out",
+    "concat": "concat",
+    "accumulate": "accu-\nmulate",
+    "other": "other",
 }
-"""The parts of a `Traffic`, from left to right."""
+"""The parts of a `Traffic`, from left to right, and their headings."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -83,7 +74,9 @@ def main(
         "weights": WEIGHTS,
         "rows": [_as_dict(row) for row in rows],
     }
-    publish(payload, RESULTS, "bytes", draw=partial(draw, rows), show=partial(show, rows), as_json=as_json)
+    publish(
+        payload, RESULTS, "bytes", draw=partial(redraw, payload), show=partial(show, rows), as_json=as_json
+    )
     if any(row.disagreements() for row in rows):
         raise typer.Exit(1)
 
@@ -113,7 +106,7 @@ def show(rows: list[CountedBytes]) -> None:
         title = f"N = {ranks} ranks, {_counted(steps)}: bytes per parameter, calls per unit, in one step"
         table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 0, 0, 1))
         table.add_column("engine", no_wrap=True)
-        for column in (*(part.heading for part in PARTS.values()), "total", "formula"):
+        for column in (*PARTS.values(), "total", "formula"):
             table.add_column(column, justify="right", no_wrap=True)
         for column in ("AG\ncalls", "AG\nwire", "RS\ncalls", "RS\nwire"):
             table.add_column(column, justify="right", style="cyan", no_wrap=True)
@@ -140,34 +133,37 @@ def _counted(steps: int) -> str:
     return f"M = {steps} microbatch{'es' if steps > 1 else ''}"
 
 
-def draw(rows: list[CountedBytes], path: Path) -> None:
-    """Draws stacked bars of local bytes for most ranks, one panel per number of microbatches."""
-    ranks = max(row.ranks for row in rows)
-    panels = list(dict.fromkeys(row.microbatches for row in rows))
-    groups = [[r for r in rows if (r.ranks, r.microbatches) == (ranks, steps)] for steps in panels]
-    heights = [len(group) for group in groups]
-    figure = Figure(figsize=(9, 0.9 * len(panels) + 0.36 * sum(heights)), layout="constrained")
-    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    for axis, steps, group in zip(axes, panels, groups, strict=True):
-        labels = [row.label for row in group]
-        left = [0.0] * len(group)
-        for name, part in PARTS.items():
-            widths = [getattr(row.shown, name) for row in group]
-            axis.barh(labels, widths, left=left, color=part.color, label=part.meaning, height=0.7)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        for row, total in zip(group, left, strict=True):
-            agrees = equal(row.shown.local, row.promised.local)
-            note = "" if agrees else f" (formula: {row.promised.local:g})"
-            axis.text(total, row.label, f" {total:.1f}{note}", va="center", fontsize=9)
-        axis.set_title(_counted(steps), loc="left", fontsize=10)
-        axis.set_xlim(right=1.08 * max(left))
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("bytes copied per parameter per optimizer step (reads + writes on one rank)")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    title = "Local copies outside of matrix products, FP32 master and reduction"
-    figure.suptitle(f"{title}, N = {ranks} ranks", fontsize=11)
+def redraw(payload: dict[str, Any], path: Path) -> None:
+    """Draws one bar for each engine: ZeRO-3, bf16, most ranks and microbatches, reduced in the last."""
+    ranks, steps = (max(row[key] for row in payload["rows"]) for key in ("ranks", "microbatches"))
+    rows = [
+        row
+        for row in payload["rows"]
+        if (row["ranks"], row["microbatches"], row["case"]["zero"]) == (ranks, steps, 3)
+        and row["case"]["sync"] == "last"
+        and not row["case"]["fp8"]
+    ]
+    figure = Figure(figsize=(8, 1.6 + 0.6 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    for place, row in enumerate(rows):
+        case = row["case"]
+        name = f"FlatFSDP, {'on' if case['concat_free'] else 'off'}"
+        label = name if case["engine"] == "FlatFSDP" else case["engine"]
+        is_measured = row["measured"] is not None
+        total = row["local"]["measured" if is_measured else "promised"]
+        axis.barh(label, total, color="#4e79a7" if label == name else "#f28e2b", height=0.7)
+        axis.text(
+            total, place, f" {total:.1f}{'' if is_measured else ' (formula)'}", va="center", fontsize=14
+        )
+    axis.set_xlim(right=1.3 * max(row["local"]["promised"] for row in rows))
+    axis.set_xticks([])
+    axis.tick_params(axis="y", labelsize=14, length=0)
+    axis.invert_yaxis()
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.suptitle("Bytes that a rank copies, per parameter and step", x=0.01, ha="left", fontsize=16)
+    axis.set_xlabel(
+        f"{ranks} ranks, {_counted(steps)}, ZeRO-3; on, off: optimize_backward_concat", fontsize=11
+    )
     figure.savefig(path, dpi=150)
 
 

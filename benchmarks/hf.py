@@ -156,16 +156,25 @@ def payload_of(
     }
 
 
-def publish_all(payload: dict[str, Any], job: Job[Variant], size: str, out: Path, as_json: bool) -> None:
+def redraw(payload: dict[str, Any], path: Path) -> None:
+    """Draws the picture of a JSON file's contents."""
+    colors = {variant.name: COLORS[variant.engine] for variant in modes_of(*Engine)}
+    draw(payload["rows"], title_of_payload(payload), colors, path)
+
+
+def title_of_payload(payload: dict[str, Any]) -> str:
+    _, size, *_ = payload["job"]["name"].split("-")
+    return title_of(f"LlamaForCausalLM, {size}", payload)
+
+
+def publish_all(payload: dict[str, Any], job: Job[Variant], out: Path, as_json: bool) -> None:
     """Writes the JSON file and the picture, and prints a table or the JSON."""
-    title = title_of(f"LlamaForCausalLM, {size}", job, payload["ranks"])
-    colors = {variant.name: COLORS[variant.engine] for variant in job.variants}
     publish(
         payload,
         out,
         job.name,
-        draw=partial(draw, payload["rows"], title, RATIOS, colors),
-        show=partial(show_all, payload, title),
+        draw=partial(redraw, payload),
+        show=partial(show_all, payload, title_of_payload(payload)),
         as_json=as_json,
     )
 
@@ -242,7 +251,7 @@ def main(
     rows = run_on_ranks(measure_all, job, launch)
     if is_main():
         payload = payload_of(rows, job, size, launch.world, "cuda" if launch.use_cuda() else "cpu")
-        publish_all(payload, job, size, out, as_json)
+        publish_all(payload, job, out, as_json)
     # Only on the writing rank: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for row in rows):
         raise typer.Exit(1)

@@ -20,6 +20,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -76,9 +78,20 @@ def same_losses(rows: list[VariantRuns[Variant]]) -> dict[str, bool]:
     return found
 
 
-def show_all(payload: dict[str, Any], title: str, ratios: dict[str, str]) -> None:
+def title_of_payload(payload: dict[str, Any]) -> str:
+    return title_of(f"Llama {payload['job']['shape']}", payload)
+
+
+def redraw(payload: dict[str, Any], path: Path) -> None:
+    """Draws the picture of a JSON file's contents."""
+    modes = product(ENGINE_COLORS.items(), (False, True), (False, True))
+    colors = {Variant(engine, *mode).name: color for (engine, color), *mode in modes}
+    draw(payload["rows"], title_of_payload(payload), colors, path)
+
+
+def show_all(payload: dict[str, Any], ratios: dict[str, str]) -> None:
     console = console_of()
-    show(payload["rows"], title, ratios, console)
+    show(payload["rows"], title_of_payload(payload), ratios, console)
     for row in payload["rows"]:
         if (cost := row["identity"]) is not None:
             console.print(
@@ -207,14 +220,12 @@ def main(
             "rows": [row_of(row, rows, job, shape) for row in rows],
             "same_losses": same_losses(rows),
         }
-        title, ratios = title_of(shape, job, launch.world), ratios_of(job)
-        colors = {variant.name: ENGINE_COLORS[variant.engine] for variant in chosen}
         publish(
             payload,
             out,
             job.name,
-            draw=partial(draw, payload["rows"], title, ratios, colors),
-            show=partial(show_all, payload, title, ratios),
+            draw=partial(redraw, payload),
+            show=partial(show_all, payload, ratios_of(job)),
             as_json=as_json,
         )
     # Only on the writing rank: torchrun kills the others as soon as one fails.

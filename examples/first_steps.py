@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 
@@ -21,7 +21,7 @@ if "RANK" in os.environ:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=300))
 
 config = GPTConfig(layers=2, hidden=64, heads=4, seq=64)
-model = auto_wrap(
+model = shard(
     GPT(config),
     by_class(Block),  # one unit per transformer layer, and one for the rest
     device=device,

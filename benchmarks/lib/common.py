@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flatfsdp.comm.launch import Device, Launch, Rank, start_and_join, under_torchrun
 from lib.device import free_memory
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 """Folder of every benchmark's JSON and picture."""
 
 LONGEST_MESSAGE = 600

@@ -67,9 +67,11 @@ def time_against(
     return None if ms is None or not theirs else ms / min(theirs)
 
 
-def title_of(what: str, job: Job[V], ranks: int) -> str:
-    zero = "freed after use (ZeRO-3)" if job.reshard else "kept for a step (ZeRO-2)"
-    return f"Training step of {what}, {ranks} ranks, M = {job.microbatches}, parameters {zero}"
+def title_of(what: str, payload: Mapping[str, Any]) -> str:
+    """The title of a table or picture of a JSON file's contents."""
+    job = payload["job"]
+    zero = "ZeRO-3" if job["reshard"] else "ZeRO-2"
+    return f"{what}, {payload['ranks']} ranks, {job['microbatches']} microbatches, {zero}"
 
 
 # ---- text -----------------------------------------------------------------------------------------------
@@ -197,43 +199,44 @@ CLASS_COLORS = {
 }
 
 
-def draw(
-    rows: Sequence[Row], title: str, ratios: Mapping[str, str], colors: Mapping[str, str], path: Path
-) -> None:
+LARGE = 13
+"""Points of text that is legible where a page shows the picture at half its width."""
+
+
+def draw(rows: Sequence[Row], title: str, colors: Mapping[str, str], path: Path) -> None:
     """Draws one bar for each variant that ran: milliseconds per step; below, its GPU's breakdown if known.
 
     Args:
         rows: results of `summary`.
-        path: the file.
         title: title of the picture.
-        ratios: references of relative times, and the keys of a row that hold them.
         colors: by the name of a row.
+        path: the file.
     """
     rows = [row for row in rows if row["runs"]]
-    profiled = [row for row in rows if row["runs"][0]["breakdown"] is not None]
+    # Files of the first runs have no such key.
+    profiled = [row for row in rows if row["runs"][0].get("breakdown") is not None]
     panels = [len(rows), len(profiled)] if profiled else [len(rows)]
-    figure = Figure(figsize=(9, len(panels) + 0.4 * sum(panels)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 + len(panels) + 0.42 * sum(panels)), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=panels)[:, 0]
-    _draw_times(axes[0], rows, ratios, colors)
-    axes[0].set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=LARGE)
+    _draw_times(axes[0], rows, colors)
     if profiled:
         _draw_breakdowns(axes[1], profiled)
+        handles, names = axes[1].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower left", ncols=3, fontsize=LARGE, frameon=False)
     for axis in axes:
         axis.invert_yaxis()
+        axis.tick_params(labelsize=LARGE)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
-def _draw_times(axis: Any, rows: Sequence[Row], ratios: Mapping[str, str], colors: Mapping[str, str]) -> None:
+def _draw_times(axis: Any, rows: Sequence[Row], colors: Mapping[str, str]) -> None:
     for row in rows:
-        axis.barh(row["label"], row["ms"], color=colors[row["name"]], height=0.7)
-        compared = "".join(
-            f", {row[key]:.3f} of {peer}'s time" for peer, key in ratios.items() if row[key] is not None
-        )
-        note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{compared}"
-        axis.text(row["ms"], row["label"], note, va="center", fontsize=9)
-    axis.set_xlim(right=1.6 * max((row["ms"] for row in rows), default=1.0))
-    axis.set_xlabel("ms per step, forward, backward and AdamW (median)")
+        axis.barh(row["label"], row["ms"], color=colors[row["name"]], height=0.75)
+        axis.text(row["ms"], row["label"], f" {row['ms']:.0f}", va="center", fontsize=LARGE)
+    axis.set_xlim(right=1.15 * max((row["ms"] for row in rows), default=1.0))
+    axis.set_xlabel("ms a step (median)", fontsize=LARGE)
 
 
 def _draw_breakdowns(axis: Any, rows: Sequence[Row]) -> None:
@@ -246,7 +249,6 @@ def _draw_breakdowns(axis: Any, rows: Sequence[Row]) -> None:
             widths = [parts["shares"][name]["alone_ms"] for parts in found]
         else:
             widths = [parts["overlap_ms" if name == OVERLAP else "gaps_ms"] for parts in found]
-        axis.barh(labels, widths, left=left, color=color, height=0.7, label=name)
+        axis.barh(labels, widths, left=left, color=color, height=0.75, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axis.set_xlabel("ms of one profiled step, rank 0's GPU: only that class ran")
-    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axis.set_xlabel("ms in which only this ran, one step of rank 0's GPU", fontsize=LARGE)

@@ -31,7 +31,9 @@ def mended(text: str) -> str:
                 lines += ["", *remark]
                 remark = []
             section = line
-        if section == "Raises:" and (remark or (re.match(r" {4}\S", line) and not ENTRY.match(line))):
+        if section == "Raises:" and (
+            remark or (re.match(r" {4}\S", line) and not ENTRY.match(line))
+        ):
             remark.append(line.strip())
         elif section in ("Returns:", "Raises:"):
             lines.append(re.sub(r"^ {5,7}(?=\S)", " " * 8, line))

@@ -1,4 +1,4 @@
-"""Links that lead out of docs/: the site gets a copy of each file that a page links to.
+"""The version on each page, and links that lead out of docs/: the site gets a copy of each linked file.
 
 On GitHub such a link opens the file in the repository.  A built site has no repository beside it.  So texts
 and Python files become pages, pictures and results are copied, and a folder is the file that describes it.
@@ -18,10 +18,21 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 COPIES = "repository"
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Puts the version at the foot of each page."""
+    package = Path(config.docs_dir).parent / "flatfsdp" / "__init__.py"
+    version = re.search(r'^__version__ = "(.+)"$', package.read_text(), re.MULTILINE)
+    assert version is not None
+    config.copyright = f"FlatFSDP {version[1]}, Apache-2.0"
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what pages link to outside of docs/, and what copied texts link to in turn."""
     docs = Path(config.docs_dir)
-    texts = [(docs / page.src_uri, page.content_string) for page in files.documentation_pages()]
+    texts = [
+        (docs / page.src_uri, page.content_string)
+        for page in files.documentation_pages()
+    ]
     while texts:
         place, text = texts.pop()
         for match in LINK.finditer(text):
@@ -38,7 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Turns links out of docs/ into links to the copies."""
     docs = Path(config.docs_dir)
     if page.file.src_uri.startswith(f"{COPIES}/"):
@@ -83,5 +96,9 @@ def copied(source: Path, docs: Path, config: MkDocsConfig) -> File:
     elif source.suffix == ".py":
         content = f"# {source.relative_to(docs.parent)}\n\n````python\n{source.read_text()}\n````\n"
     else:
-        return File.generated(config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV)
-    return File.generated(config, where, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+        return File.generated(
+            config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV
+        )
+    return File.generated(
+        config, where, content=content, inclusion=InclusionLevel.NOT_IN_NAV
+    )

@@ -9,7 +9,14 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 INK, PALE_INK, GROUND = "#1f2430", "#5a6270", "#f7f8fa"
-BLUE, GREEN, ORANGE, RED, GREY, VIOLET = "#cfe3fb", "#d3efd9", "#fde3c3", "#f9d2d4", "#e4e7ec", "#e3dafa"
+BLUE, GREEN, ORANGE, RED, GREY, VIOLET = (
+    "#cfe3fb",
+    "#d3efd9",
+    "#fde3c3",
+    "#f9d2d4",
+    "#e4e7ec",
+    "#e3dafa",
+)
 FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
@@ -25,7 +32,9 @@ class Picture:
             f"<rect width='{width}' height='{height}' rx='10' fill='{GROUND}'/>",
         ]
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, *words: str) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, *words: str
+    ) -> None:
         """The first of `words` is bold; the others stand below it."""
         self._lines.append(
             f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='6' fill='{fill}' stroke='{INK}' "
@@ -33,10 +42,23 @@ class Picture:
         )
         top = y + height / 2 - 8.5 * (len(words) - 1) + 5
         for number, line in enumerate(words):
-            self.words(x + width / 2, top + 17 * number, line, bold=number == 0, pale=number > 0)
+            self.words(
+                x + width / 2,
+                top + 17 * number,
+                line,
+                bold=number == 0,
+                pale=number > 0,
+            )
 
     def words(
-        self, x: float, y: float, line: str, *, bold: bool = False, pale: bool = False, anchor: str = "middle"
+        self,
+        x: float,
+        y: float,
+        line: str,
+        *,
+        bold: bool = False,
+        pale: bool = False,
+        anchor: str = "middle",
     ) -> None:
         weight, ink = ("bold" if bold else "normal"), (PALE_INK if pale else INK)
         self._lines.append(
@@ -55,11 +77,28 @@ class Picture:
 
 
 def architecture() -> Picture:
-    picture = Picture(860, 430, "The parts of FlatFSDP: what each one does, and what it uses")
-    picture.box(
-        30, 20, 800, 50, GREY, "your program", "model, optimizer, for batch in microbatches(model, batches)"
+    picture = Picture(
+        860, 430, "The parts of FlatFSDP: what each one does, and what it uses"
     )
-    picture.box(30, 100, 190, 66, VIOLET, "compat", "Hugging Face, Accelerate,", "Lightning, fairscale")
+    picture.box(
+        30,
+        20,
+        800,
+        50,
+        GREY,
+        "your program",
+        "model, optimizer, for batch in microbatches(model, batches)",
+    )
+    picture.box(
+        30,
+        100,
+        190,
+        66,
+        VIOLET,
+        "compat",
+        "Hugging Face, Accelerate,",
+        "Lightning, fairscale",
+    )
     picture.box(
         250,
         100,
@@ -70,15 +109,57 @@ def architecture() -> Picture:
         "FlatFSDP, shard, auto_wrap, replayed",
         "units: gathered and reduced as a whole",
     )
-    picture.box(610, 100, 220, 66, ORANGE, "layers", "Linear ... TransformerLayer,", "16 bits or FP8")
-    picture.box(250, 200, 155, 66, BLUE, "engine/step", "when it moves:", "gather, free, reduce")
-    picture.box(425, 200, 155, 66, BLUE, "engine/storage", "what is there: shards,", "buffers, main_grad")
-    picture.box(610, 200, 220, 66, ORANGE, "matmul, fp8", "three GEMMs of a linear map,", "scales, casts")
-    picture.box(30, 200, 190, 66, GREEN, "optim, checkpoint", "update and clip shards;", "save and load them")
-    picture.box(250, 300, 330, 44, RED, "contract", "what layers and engine know of each other")
+    picture.box(
+        610,
+        100,
+        220,
+        66,
+        ORANGE,
+        "layers",
+        "Linear ... TransformerLayer,",
+        "16 bits or FP8",
+    )
+    picture.box(
+        250, 200, 155, 66, BLUE, "engine/step", "when it moves:", "gather, free, reduce"
+    )
+    picture.box(
+        425,
+        200,
+        155,
+        66,
+        BLUE,
+        "engine/storage",
+        "what is there: shards,",
+        "buffers, main_grad",
+    )
+    picture.box(
+        610,
+        200,
+        220,
+        66,
+        ORANGE,
+        "matmul, fp8",
+        "three GEMMs of a linear map,",
+        "scales, casts",
+    )
+    picture.box(
+        30,
+        200,
+        190,
+        66,
+        GREEN,
+        "optim, checkpoint",
+        "update and clip shards;",
+        "save and load them",
+    )
+    picture.box(
+        250, 300, 330, 44, RED, "contract", "what layers and engine know of each other"
+    )
     picture.box(30, 374, 250, 44, GREY, "flat", "where each parameter lies in a buffer")
     picture.box(305, 374, 250, 44, GREY, "comm", "ranks, collectives, checks of both")
-    picture.box(580, 374, 250, 44, GREY, "kernels", "Triton and cuBLASLt; PyTorch on CPUs")
+    picture.box(
+        580, 374, 250, 44, GREY, "kernels", "Triton and cuBLASLt; PyTorch on CPUs"
+    )
     for x in (125, 415, 720):
         picture.arrow((x, 70), (x, 98))
     picture.arrow((220, 133), (248, 133))
@@ -97,14 +178,61 @@ def architecture() -> Picture:
 
 def parameter() -> Picture:
     picture = Picture(860, 330, "One parameter through one step")
-    picture.box(20, 30, 180, 74, GREEN, "master shard", "FP32, 1/N on this rank", "the optimizer's parameter")
-    picture.box(260, 30, 160, 74, GREEN, "compute shard", "bf16, or FP8 bytes", "and one scale; 1/N")
-    picture.box(490, 30, 160, 74, BLUE, "flat buffer", "all parameters of the", "unit, side by side")
+    picture.box(
+        20,
+        30,
+        180,
+        74,
+        GREEN,
+        "master shard",
+        "FP32, 1/N on this rank",
+        "the optimizer's parameter",
+    )
+    picture.box(
+        260,
+        30,
+        160,
+        74,
+        GREEN,
+        "compute shard",
+        "bf16, or FP8 bytes",
+        "and one scale; 1/N",
+    )
+    picture.box(
+        490,
+        30,
+        160,
+        74,
+        BLUE,
+        "flat buffer",
+        "all parameters of the",
+        "unit, side by side",
+    )
     picture.box(704, 30, 142, 74, BLUE, "module.weight", "an alias of", "its slice")
     picture.box(710, 210, 130, 74, ORANGE, "backward", "the weight", "gradient's GEMM")
-    picture.box(490, 210, 160, 74, ORANGE, "main_grad", "FP32, flat, whole unit;", "microbatches add up")
-    picture.box(260, 210, 160, 74, GREEN, "reduced gradient", "FP32, 1/N: the", "master's .grad")
-    picture.box(20, 210, 180, 74, GREEN, "optimizer", "clip, AdamW; may write", "the compute shard, too")
+    picture.box(
+        490,
+        210,
+        160,
+        74,
+        ORANGE,
+        "main_grad",
+        "FP32, flat, whole unit;",
+        "microbatches add up",
+    )
+    picture.box(
+        260, 210, 160, 74, GREEN, "reduced gradient", "FP32, 1/N: the", "master's .grad"
+    )
+    picture.box(
+        20,
+        210,
+        180,
+        74,
+        GREEN,
+        "optimizer",
+        "clip, AdamW; may write",
+        "the compute shard, too",
+    )
     picture.arrow((200, 67), (258, 67))
     picture.words(229, 58, "cast")
     picture.arrow((420, 67), (488, 67))
@@ -131,7 +259,11 @@ def parameter() -> Picture:
 
 
 def step() -> Picture:
-    picture = Picture(980, 330, "One step of three microbatches under ZeRO-3, on one rank, with two units")
+    picture = Picture(
+        980,
+        330,
+        "One step of three microbatches under ZeRO-3, on one rank, with two units",
+    )
     picture.words(
         20,
         28,
@@ -155,12 +287,20 @@ def step() -> Picture:
             put("compute", start + time, GREY, word)
         for time in (4.5, 5.5):
             put("main_grad", start + time, ORANGE, "add" if microbatch else "copy")
-        name = f"microbatch {microbatch + 1}" + (", the last" if microbatch == 2 else "")
+        name = f"microbatch {microbatch + 1}" + (
+            ", the last" if microbatch == 2 else ""
+        )
         picture.words(left + slot * (start + 3), 275, name, bold=True)
     put("reduce", 17.1, RED, "B")
     put("reduce", 18.1, RED, "A")
     put("compute", 19.2, GREEN, "optimizer", 2)
-    picture.words(left, 234, "nothing is reduced before the last microbatch", pale=True, anchor="start")
+    picture.words(
+        left,
+        234,
+        "nothing is reduced before the last microbatch",
+        pale=True,
+        anchor="start",
+    )
     keys = (
         "f, b: forward, backward",
         "copy, add: the gradient lands in main_grad",

@@ -397,7 +397,7 @@ def refused() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     """TrainingArguments, FlatArguments, and the expected words of the error."""
     return [
         ({"fp16": True}, {}, "bf16=True"),
-        ({"torch_compile": True}, {}, "compile the layers before"),
+        ({"torch_compile": True}, {}, "compile the layers of trainer.model"),
         ({"optim": "adafactor"}, {}, "optimizer_cls_and_kwargs"),
         ({"bf16_full_eval": True}, {}, "dtype of training"),
         ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),

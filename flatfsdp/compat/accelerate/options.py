@@ -16,7 +16,7 @@ from flatfsdp.engine.options import Options, require_known
 from flatfsdp.policy import Precision
 
 _ENGINE = "FlatFSDP shards and reduces; leave the other engine out"
-_COMPILE = "compile the layers, which are units, before: layer.forward = torch.compile(layer.forward)"
+_COMPILE = "compile the layers, which are units, after prepare: layer.compile()"
 _ENGINES = {
     "fsdp_plugin": "ACCELERATE_USE_FSDP",
     "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",

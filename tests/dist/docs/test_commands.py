@@ -33,7 +33,8 @@ def commands() -> list[str]:
         for page in PAGES.values()
         for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)
     )
-    found = (COMMAND.fullmatch(line) for block in blocks for line in block.splitlines())
+    joined = (re.sub(r"\s*\\\n\s*", " ", block) for block in blocks)
+    found = (COMMAND.fullmatch(line) for block in joined for line in block.splitlines())
     return sorted({match[1] for match in found if match})
 
 

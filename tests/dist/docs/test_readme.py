@@ -25,7 +25,6 @@ from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntro
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
-from flatfsdp.models.text import Sampler, load_corpus
 from tests.support.ecosystem.launched import launched
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -34,7 +33,7 @@ from tests.unit.docs.pages import PAGES
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
-PROGRAMS = {"docs/huggingface.md", "docs/lightning.md", "docs/peft.md", "docs/trl.md"}
+PROGRAMS = {f"docs/{name}.md" for name in ("huggingface", "lightning", "peft", "trl", "tutorial")}
 """Pages whose blocks are one program."""
 
 
@@ -89,13 +88,31 @@ def tokens_of(*shape: int) -> Tensor:
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, seq=16)
 
 
-def in_20_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The README's block, which needs no names."""
-    assert name.startswith("README.md")
-    found = run_alone(BLOCKS[name])
-    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(losses) == 20 and losses[-1] < losses[0]
-    assert all(parameter.grad is None for parameter in found["model"].parameters())
+def an_own_hugging_face_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of README.md and of the site's first page, with a tiny Llama as the reader's model."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    batches = [{"input_ids": rows, "labels": rows} for rows in (tokens_of(2, 16), tokens_of(2, 16))]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        block = BLOCKS[name].replace("path/to/model", folder)
+        found = run_alone(block, torch=torch, model=model, batches=batches)
+    assert is_unit(found["model"]) and type(found["model"]).__name__ == "LlamaForCausalLM"
+    after = found["model"].state_dict()
+    before = model.state_dict() if name.startswith("README.md") else None
+    assert before is None or any(not torch.equal(before[key], after[key]) for key in before)
+    assert name.startswith("README.md") or capsys.readouterr().out.startswith("loss ")
+
+
+def accumulated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = flatfsdp.shard(GPT(CONFIG), flatfsdp.by_class(Block))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batches = [(tokens_of(2, 16), tokens_of(2, 16)) for _ in range(3)]
+    run(BLOCKS[name], model=model, optimizer=optimizer, batches=batches)
+    assert capsys.readouterr().out.startswith("loss ")
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def a_wrapped_model(name: str, _: pytest.CaptureFixture[str]) -> None:
@@ -113,14 +130,6 @@ def in_place(name: str, _: pytest.CaptureFixture[str]) -> None:
     assert {name for name, p in plain.named_parameters() if p.dim() > 1} == {
         name for name, p in found["model"].named_parameters() if any(p is each for each in found["decayed"])
     }
-
-
-def first_steps(name: str, _: pytest.CaptureFixture[str]) -> None:
-    text = Sampler(load_corpus(None), batch=4, seq=16, seed=0)
-    config = GPTConfig(layers=2, hidden=32, heads=4, seq=16)
-    names = {"GPT": GPT, "Block": Block, "config": config, "text": text}
-    found = run(BLOCKS[name], **names, rank=0, device=torch.device("cpu"))
-    assert set(found["state"]) == set(GPT(config).state_dict())
 
 
 def fp8_layers(name: str, _: pytest.CaptureFixture[str]) -> None:
@@ -278,13 +287,35 @@ def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs the page alone, as `python train.py` does, and on two ranks."""
     found = run_alone(BLOCKS[name])
     assert found["losses"][-1] < found["losses"][0]
-    assert capsys.readouterr().out.startswith("loss ")
+    assert capsys.readouterr().out.startswith("step ")
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "train.py")
         program.write_text(BLOCKS[name])
         done = run_program(program, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("loss ") == 2
+    # The first rank alone prints, what the page shows.
+    shown = re.search(r"```\n(step .*?)```", PAGES[name.split()[0]].read_text(), re.DOTALL)
+    assert shown is not None
+    expected, losses = (
+        [float(line.split()[-1]) for line in text.splitlines()] for text in (shown[1], done.stdout)
+    )
+    assert losses == pytest.approx(expected, rel=0.1)
+
+
+def tutorial(name: str, _: pytest.CaptureFixture[str]) -> None:
+    """Each line that the page shows, with losses near those."""
+    pytest.importorskip("transformers")
+    page = PAGES[name.split()[0]].read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "tutorial.py")
+        program.write_text(BLOCKS[name].replace("out/", f"{folder}/out/"))
+        done = run_program(program, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = re.search(r"```\n([\d,]+ tokens.*?)```", page, re.DOTALL)
+    assert shown is not None
+    expected, losses = (re.findall(r"loss (\d\.\d+)", text) for text in (shown[1], done.stdout))
+    assert len(losses) == 4 and losses[-1] == losses[-2]
+    assert [float(loss) for loss in losses] == pytest.approx([float(loss) for loss in expected], rel=0.1)
 
 
 def a_model_in_fp8(name: str, _: pytest.CaptureFixture[str]) -> None:
@@ -371,10 +402,11 @@ def planned_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
-    "text = Sampler(load_corpus(None)": in_20_lines,
+    "model, policy_of(model), precision": an_own_hugging_face_model,
+    "policy_of(model),  # one unit per layer": an_own_hugging_face_model,
+    "loss.backward()  # reduced in the last one": accumulated,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
-    "shard(GPT(config)": in_place,
-    "state = model.state_dict()  # full and unsharded": first_steps,
+    "is_matrix = name.endswith": in_place,
     "# train.py": a_model_of_ones_own,
     "convert(model, lambda layer, name: True)": a_model_in_fp8,
     "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
@@ -383,7 +415,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "class SignSGD": an_optimizer_of_ones_own,
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
-    "TransformerLayer(32, 64, 4": fp8_layers,
+    "layer = TransformerLayer(": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,
     "step = replayed(model, forward_backward)": replayed_microbatches,
@@ -394,6 +426,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "# my_model.py": own_model,
     "plan = plan_model(": planned_model,
     "docs/huggingface.md": huggingface_guide,
+    "docs/tutorial.md": tutorial,
     "docs/peft.md": peft_guide,
     "docs/trl.md": trl_guide,
     "docs/lightning.md": lightning_guide,

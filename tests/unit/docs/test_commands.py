@@ -27,7 +27,8 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
     """What is run, and the options that follow it: in blocks a line each, in text between backticks."""
     text = page.read_text()
     blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
-    shell = [line for block in blocks for line in block.splitlines()]
+    joined = (re.sub(r"\s*\\\n\s*", " ", block) for block in blocks)
+    shell = [line for block in joined for line in block.splitlines()]
     inline = [
         " ".join(code.split())
         for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 
+import pytest
+
+from tests.support.programs import ROOT
 from tests.support.published import results, rows
 from tests.unit.docs.pages import DOCS, README, TEXT
 
+SETUP = (ROOT / "setup.py").read_text()
 PROSE = " ".join(TEXT.split())
 ROWS = [
     [cell.strip() for cell in re.sub(r"[*`]", "", line).strip("|").split("|")]
     for line in TEXT.splitlines()
     if line.startswith("|")
 ]
+
+
+@pytest.fixture
+def headline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that makes the README's table and chart."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("headline")
 
 
 def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
@@ -72,15 +85,35 @@ def test_steps() -> None:
     assert_rows(expected())
 
 
-def test_the_readmes_steps_are_those_of_the_docs() -> None:
-    """They are on two pages, of which `test_steps` might find either."""
-    _, table = README.read_text().split("| training step, ")
-    shown = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| ")]
-    lines = DOCS["performance.md"].read_text().splitlines()
-    assert len(shown) == 4
-    assert [line for line in shown if line not in lines] == []
-    ratio = rows("step-70b-l2-vocab-m16-keep.json")["flat-on"]["time_vs_fsdp2"]
-    assert f"two Llama-70B layers takes {ratio:.3f} of FSDP2's time" in README.read_text()
+def test_the_readmes_table_is_that_of_the_script(headline: ModuleType) -> None:
+    assert headline.table() in README.read_text()
+
+
+def test_the_readmes_first_sentence_is_measured(headline: ModuleType) -> None:
+    """Ratios to FSDP2 with torchao, of the two jobs with the widths of Llama-8B."""
+    gains = [job.cells[2].speed / job.cells[1].speed for job in headline.JOBS if "8B" in job.title]
+    assert len(gains) == 2
+    gain = f"{min(gains):.1f} to {max(gains):.1f} times as fast as FSDP2 with torchao"
+    assert all(gain in " ".join(page.read_text().split()) for page in (README, DOCS["index.md"]))
+
+
+def test_each_number_of_the_readme_comes_from_a_file(headline: ModuleType) -> None:
+    """Numbers that stand alone, not in names such as FSDP2; versions are those that the package asks for."""
+    cells = [cell for job in headline.JOBS for cell in job.cells if cell is not None]
+    known = {f"{cell.speed:,.0f}" for cell in cells}
+    for file in {cell.file for cell in cells}:
+        known |= {str(results(f"{file}.json")["ranks"])}
+    known |= {str(importlib.import_module("lib.hf_models").SIZES["8b8"].layers)}
+    bf16 = rows("step-70b-l2-vocab-m16-keep.json")
+    known |= {f"{bf16[name]['ms']:.0f}" for name in ("flat-off", "flat-on")}
+    known |= {f"{bf16['fairscale']['tokens_per_s_per_rank']:,.0f}"}
+    gains = [job.cells[2].speed / job.cells[1].speed for job in headline.JOBS if "8B" in job.title]
+    known |= {f"{gain:.1f}" for gain in gains}
+    known |= {"2.13" if version == "2.14" else version for version in re.findall(r"[<>]=?(\d\.\d+)", SETUP)}
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", " ", README.read_text(), flags=re.DOTALL)
+    numbers = re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\w)", text)
+    assert len(numbers) > 15
+    assert [number for number in numbers if number not in known] == []
 
 
 def test_hugging_face_models() -> None:
@@ -88,6 +121,9 @@ def test_hugging_face_models() -> None:
         for row in rows("hf-1b-m8-reshard.json").values():
             host = "" if row["host_ms"] is None else f"{row['host_ms']:.1f}"
             yield f"{row['ms']:.0f}", f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}", host
+        for row in rows("hf-8b8-m8-reshard.json").values():
+            numbers = f"{row['ms']:.0f}", f"{row['tokens_per_s_per_rank']:,.0f}"
+            yield *numbers, f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}"
         for row in results("trainer-1b-m4-2.json")["rows"]:
             speed = f"{row['tokens_per_s_per_rank']:,.0f}", f"{row['times_as_fast']:.2f}"
             yield f"{row['median_ms']:.0f}", *speed, f"{row['peak_gib']:.1f}"
@@ -191,6 +227,15 @@ def test_products() -> None:
         if row["path"] == "flatfsdp":
             speeds[row["direction"]].append(row["speed"])
     assert_rows([("; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in speeds.values()),)])
+
+
+def test_checkpoints() -> None:
+    rows = {(row["action"], row["name"]): row for row in results("checkpoint-1b-2.json")["rows"]}
+    save, load = (rows[action, "FlatFSDP"] for action in ("save", "load"))
+    plain = rows["save", "plain DCP"]
+    assert f"takes {save['seconds']:.2f} s, where plain `dcp.save` takes {plain['seconds']:.2f} s" in PROSE
+    assert f"digests make it {save['ratio']:.2f} times as slow" in PROSE
+    assert f"takes {load['seconds']:.2f} s against {rows['load', 'plain DCP']['seconds']:.2f} s" in PROSE
 
 
 def test_convergence() -> None:

@@ -14,7 +14,8 @@ import flatfsdp
 from tests.support.programs import ROOT
 from tests.unit.docs.pages import DOCS, PAGES, README
 
-MAX_WORDS = 1200
+MAX_WORDS = 900
+MAX_COLUMNS = 88
 CODE = re.compile(r"```.*?```", re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -40,6 +41,13 @@ def linked_pages(page: Path) -> set[Path]:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().split()) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_code_is_narrow(name: str) -> None:
+    """The site's column, and GitHub's, show this many characters without a scroll bar."""
+    blocks = re.findall(r"```\w*\n(.*?)```", PAGES[name].read_text(), re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
 
 
 def test_two_clicks_lead_from_the_readme_to_each_page() -> None:
@@ -96,6 +104,10 @@ def test_versions_are_those_of_the_package() -> None:
     page = DOCS["versions.md"].read_text()
     missing = {each for each in wanted if not each.startswith(tools) and f"`{each}`" not in page}
     assert missing - {"lightning-fabric==2.6.6"} == set()
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {flatfsdp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_package_and_its_metadata_have_one_version() -> None:

@@ -205,7 +205,7 @@ def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
     yield (
         "torch_compile",
         given.torch_compile,
-        "compile the layers before: layer.forward = torch.compile(layer.forward)",
+        "compile the layers of trainer.model, before it trains: layer.compile()",
     )
     yield (
         "auto_find_batch_size",
