@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,10 @@ def test_each_number_of_the_readme_comes_from_a_file(headline: ModuleType) -> No
         known |= {str(results(f"{file}.json")["ranks"])}
     known |= {str(importlib.import_module("lib.hf_models").SIZES["8b8"].layers)}
     bf16 = rows("step-70b-l2-vocab-m16-keep.json")
-    known |= {f"{bf16[name]['ms']:.0f}" for name in ("flat-off", "flat-on")}
+    flag = results("flag-2.json")
+    known |= {f"{row['median_ms']:.1f}" for row in flag["rows"]}
+    known |= {f"{row['times_as_fast']:.2f}" for row in flag["rows"]}
+    known |= {f"{row['tokens']:,}" for row in flag["rows"]} | {str(flag["job"]["microbatches"])}
     known |= {f"{bf16['fairscale']['tokens_per_s_per_rank']:,.0f}"}
     gains = [job.cells[2].speed / job.cells[1].speed for job in headline.JOBS if "8B" in job.title]
     known |= {f"{gain:.1f}" for gain in gains}
@@ -114,6 +118,17 @@ def test_each_number_of_the_readme_comes_from_a_file(headline: ModuleType) -> No
     numbers = re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\w)", text)
     assert len(numbers) > 15
     assert [number for number in numbers if number not in known] == []
+
+
+def test_what_the_flag_gives() -> None:
+    def cell(row: dict[str, Any]) -> str:
+        gain = "" if row["way"] == "off" else f" ({row['times_as_fast']:.2f})"
+        return f"{row['median_ms']:.1f}{gain}"
+
+    cases: dict[tuple[str, int], list[str]] = {}
+    for row in results("flag-2.json")["rows"]:
+        cases.setdefault((row["dtype"], row["tokens"]), []).append(cell(row))
+    assert_rows(map(tuple, cases.values()))
 
 
 def test_hugging_face_models() -> None:
