@@ -9,7 +9,7 @@ BIN := .venv/bin
 # Test processes, which take files in order: those that start ranks of their own, the slow ones, come first.
 WORKERS ?= 2
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-all lint docs bench clean
 
 demo: .venv/installed
 	$(BIN)/python -m flatfsdp verify --steps 6 --out out/demo
@@ -17,6 +17,10 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Also kernels that have passed as they are, and every case of cross products: see tests/support/selection.py.
+test-all: .venv/installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --all-tests
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -126,7 +126,7 @@ def run_ranks(
     """
     key = (world_size, backend)
     if key not in _POOLS:
-        _POOLS[key] = Pool(world_size, backend)
+        _POOLS[key] = Pool(world_size, backend, patience)
     try:
         _POOLS[key].begin_group(patience)
         return _POOLS[key].run(case, args, timeout)
@@ -154,7 +154,7 @@ def stop_pools() -> None:
 
 
 class Pool:
-    def __init__(self, world_size: int, backend: str) -> None:
+    def __init__(self, world_size: int, backend: str, patience: float) -> None:
         context = fork_server()
         # Ranks that are killed leave it behind, so `stop` removes it.
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
@@ -170,6 +170,7 @@ class Pool:
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
+        self.begin_group(patience)
 
     def begin_group(self, patience: float) -> None:
         """Makes the default process group, unless there is one whose collectives wait as long."""
