@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -43,6 +43,7 @@ from flatfsdp.comm.gpus import take_gpu
 from flatfsdp.comm.launch import fork_server
 
 _POOLS: dict[tuple[int, str], Pool] = {}
+_CACHED: list[Any] = []
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some rank
@@ -58,6 +59,7 @@ class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some r
 
 
 Test = Callable[..., None]
+Cached = TypeVar("Cached", bound=Callable[..., Any])
 
 
 def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Test], Test]:
@@ -145,6 +147,12 @@ def end_groups() -> None:
             pool.end_group()
         except RankFailure:
             _POOLS.pop(key).stop()
+
+
+def cached_in_file(function: Cached) -> Cached:
+    """`functools.cache` for what has process groups, a mesh, say: the next file makes its own."""
+    _CACHED.append(functools.cache(function))
+    return _CACHED[-1]
 
 
 def stop_pools() -> None:
@@ -250,6 +258,8 @@ def _begin_group(rank: int, world_size: int, backend: str, store: str, patience:
     )
     # Groups that a case makes, those of a mesh, say, would wait for half an hour.
     dist.distributed_c10d.default_pg_timeout = limit
+    # Models that a test builds without a seed are the same on all ranks.
+    torch.manual_seed(0)
 
 
 def _end_group(rank: int, world_size: int) -> None:
@@ -257,6 +267,8 @@ def _end_group(rank: int, world_size: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
+    for function in _CACHED:
+        function.cache_clear()
     gc.collect()
     # Test modules, and what they have imported, stay as well.
     gc.freeze()
