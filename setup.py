@@ -1,7 +1,7 @@
 """Packaging of FlatFSDP: pure Python, nothing is compiled at install time.
 
-The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a link.  CPU-only machines: install
-`torch==2.13.0` by exact version first, since a version range resolves to a build with CUDA packages.
+The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a link.  On Linux, PyPI's torch is
+the build for CUDA; for CPUs install torch first, from https://download.pytorch.org/whl/cpu.
 """
 
 import re
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "flatfsdp" / "__init__.py").read_text(), re.MULTILINE)
 assert VERSION is not None
 
-# `python -m flatfsdp`, examples and benchmarks; typer takes Literals as options since 0.19.
+# The command `flatfsdp`, examples and benchmarks; typer takes Literals as options since 0.19.
 CLI = ["typer>=0.19", "rich>=13.7", "matplotlib>=3.8"]
 FABRIC = "lightning-fabric>=2.5"
 
@@ -29,23 +29,28 @@ setup(
     author="The FlatFSDP developers",
     keywords=["pytorch", "fsdp", "zero", "fp8", "distributed training", "transformers"],
     classifiers=[
-        "Development Status :: 4 - Beta",
+        "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed"]},
+    entry_points={"console_scripts": ["flatfsdp = flatfsdp.__main__:main"]},
     install_requires=["torch>=2.11,<2.14", "numpy>=1.26"],
     extras_require={
         "cli": CLI,
         "cuda": ["triton>=3.6", "nvmath-python>=1.0"],
+        # Hugging Face models and programs with Trainer or Accelerator; PEFT and TRL bring themselves.
+        "hf": ["transformers>=5.17,<6", "accelerate>=1.15,<2"],
         "test": [
             *CLI,
             "pytest>=9.2",

@@ -136,9 +136,7 @@ def measured(cases: list[tuple[ProductTime, Call]], rounds: int, device: torch.d
 
 
 def show(rows: list[ProductTime]) -> None:
-    table = Table(
-        title="FP8 products: TFLOP/s, and speed relative to PyTorch's", title_justify="left", box=None
-    )
+    table = Table(title="FP8 GEMMs: TFLOP/s, and speed relative to PyTorch's", title_justify="left", box=None)
     for name in ("layer", "direction", "tokens"):
         table.add_column(name, no_wrap=True)
     for name in (TORCH, OURS, "speed", "fastest tile", "speed"):
@@ -172,7 +170,7 @@ def draw(rows: list[ProductTime], path: Path) -> None:
     axis.set_yticks(range(len(ours)), labels, fontsize=7)
     axis.set_ylim(len(ours) - 0.5, -0.5)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title("FP8 products with results in bf16, TFLOP/s", loc="left", fontsize=9)
+    axis.set_title("FP8 GEMMs with results in bf16, TFLOP/s", loc="left", fontsize=9)
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
@@ -183,7 +181,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 @app.command(
-    help="FP8 products of linear layers beside PyTorch's, and by every tile that cuBLASLt offers.",
+    help="FP8 GEMMs of linear layers beside PyTorch's, and by every tile that cuBLASLt offers.",
     epilog="""Examples:
 
     python benchmarks/products.py

@@ -46,8 +46,9 @@ def ways(rank: Rank) -> dict[str, dict[str, Any]]:
     """The differences between the ways: options of `auto_wrap`."""
     shape = (GROUPS, rank.world // GROUPS)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    whole = init_device_mesh(rank.device.type, (rank.world, 1), mesh_dim_names=("replicate", "shard"))
     return {
-        "data parallel": {"shard": False},
+        "data parallel": {"mesh": whole},
         "ZeRO-2": {"reshard_after_forward": False},
         "ZeRO-3": {"reshard_after_forward": True},
         f"hybrid {shape[0]} x {shape[1]}": {"reshard_after_forward": True, "mesh": mesh},

@@ -27,7 +27,7 @@ from flatfsdp.training import options
 def main(
     accelerator: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     devices: Annotated[str, typer.Option(help="How many; Fabric starts a process for each.")] = "auto",
-    fp8: Annotated[bool, typer.Option(help="FP8 products and weights; else bf16.")] = True,
+    fp8: Annotated[bool, typer.Option(help="FP8 GEMMs and weights; else bf16.")] = True,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile what is between products.")] = False,
     steps: options.Steps = 20,
     layers: options.Layers = 2,

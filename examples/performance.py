@@ -40,7 +40,7 @@ class Setting:
 
 SETTINGS = (
     Setting("bf16"),
-    Setting("+ FP8 products", fp8=True),
+    Setting("+ FP8 GEMMs", fp8=True),
     Setting("+ weights cast once a step", fp8=True, caches_weights=True),
     Setting("+ weight gradients fused", fp8=True, caches_weights=True, fuses_wgrad=True),
 )

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import param_groups, set_timeout
+from flatfsdp import param_groups
 from flatfsdp.checkpoint import CheckpointManager
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
@@ -303,8 +303,6 @@ def main(
             run = traced if is_drawn else train
             loss, is_asked_to_end = run(step)
             per_s = tokens / (time.perf_counter() - start)
-            if step == first:
-                set_timeout(100)  # ranks have compiled and read data, and now wait for none so long
             report.step(
                 step=step + 1,
                 loss=loss,

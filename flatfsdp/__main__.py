@@ -1,4 +1,4 @@
-"""`python -m flatfsdp`: see `flatfsdp/cli/app.py`."""
+"""The command `flatfsdp`, and `python -m flatfsdp`: see `flatfsdp/cli/app.py`."""
 
 from flatfsdp.cli.needs import end_without
 
@@ -9,6 +9,12 @@ except ModuleNotFoundError as missing:
         raise
     raise end_without(missing.name) from None
 
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="flatfsdp")
+
+
 # The ranks import this module again, under another name; only the first process is the program.
 if __name__ == "__main__":
-    app(prog_name="python -m flatfsdp")
+    main()

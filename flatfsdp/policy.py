@@ -1,6 +1,6 @@
 """Settings that the user chooses, as frozen dataclasses that check their values.
 
-Next: `engine/fsdp.py` reads them; nothing else in the engine takes flags.
+Next: `engine/build.py` reads them; nothing else in the engine takes flags.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.contract.foreign_words import DTYPES, answering
 from flatfsdp.fp8.recipe import CurrentScaling
 
@@ -103,30 +104,50 @@ def require_flag(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
+class Debug:
+    """Checks that find mistakes while a program runs.
+
+    Attributes:
+        check_collectives: check in every gather and reduction that all ranks run it for the same unit and
+            purpose; if they differ, all ranks raise instead of computing with a mix of units.  Costs 8 bytes
+            a rank in each of them.
+        poison_on_free: freed buffers read as NaN.  Costs the memory that freeing saves.
+    """
+
+    check_collectives: bool = True
+    poison_on_free: bool = False
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            require_flag(f"Debug.{field}", value)
+
+
+@dataclass(frozen=True)
 class Policy:
-    """All settings of one `FlatFSDP`, whose constructor documents them."""
+    """The settings of one unit that last as long as it does; `Options` documents them."""
 
     precision: Precision
-    cast_inputs: bool
-    reshard_after_forward: bool
-    optimize_backward_concat: bool
-    grad_sync: GradSync
-    prefetch: Prefetch
-    cpu_offload: bool
-    check_collectives: bool
-    poison_on_free: bool
-    rank_timeout: float
+    cast_inputs: bool = True
+    reshard_after_forward: bool = True
+    optimize_backward_concat: bool = True
+    grad_sync: GradSync = "last"
+    prefetch: Prefetch = Prefetch()
+    cpu_offload: bool = False
+    timeout: float = DEFAULT_TIMEOUT
+    debug: Debug = Debug()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type == "bool":
                 require_flag(field.name, getattr(self, field.name))
-        if not isinstance(self.rank_timeout, (int, float)) or not self.rank_timeout >= 0.001:
-            raise ValueError(f"rank_timeout is {self.rank_timeout!r}; it must be seconds, at least 0.001")
+        if not isinstance(self.timeout, (int, float)) or not self.timeout >= 0.001:
+            raise ValueError(f"timeout is {self.timeout!r}; it must be a number of seconds, at least 0.001")
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision is {self.precision!r}; pass Precision(compute=...)")
         if not isinstance(self.prefetch, Prefetch):
             raise TypeError(f"prefetch is {self.prefetch!r}; pass Prefetch(forward=..., backward=...)")
+        if not isinstance(self.debug, Debug):
+            raise TypeError(f"debug is {self.debug!r}; pass Debug(check_collectives=..., poison_on_free=...)")
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")
 
@@ -153,7 +174,7 @@ class Gathering:
 
     Attributes:
         rank0_only: only the first rank of the grid gets them; on others the parameters stay as they are.
-        offload_to_cpu: put them in host memory, so that the device never holds more than one unit.
+        offload_to_cpu: put them in CPU memory, so that the device never holds more than one unit.
     """
 
     rank0_only: bool = False

@@ -39,11 +39,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def process_groups() -> list[dist.ProcessGroup]:
-    """All existing process groups of this process."""
-    return list(dist.distributed_c10d._world.pg_map)
-
-
 @contextmanager
 def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
     """Context in which gloo collectives wait that many seconds for other ranks; None: as long as usual."""

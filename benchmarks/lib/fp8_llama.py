@@ -32,9 +32,10 @@ class FusedLlama(nn.Module):
     Args:
         plain: do not use it afterwards; its parameters become the new model's.
         recipe: recipe of the layers' FP8 GEMMs; None for bf16.  The head's are in bf16 either way.
+        fuses: False leaves the addition of weight gradients to autograd.
     """
 
-    def __init__(self, plain: Llama, recipe: Recipe | None) -> None:
+    def __init__(self, plain: Llama, recipe: Recipe | None, *, fuses: bool = True) -> None:
         super().__init__()
         config = plain.config
         self.config = config
@@ -44,24 +45,26 @@ class FusedLlama(nn.Module):
         # First, as in the forward: units are reduced in the reverse order of their registration.
         self.tokens: Embedding | None = None
         if config.vocab:
-            self.tokens = Embedding(*sizes, fuse_wgrad_accumulation=True, device="meta")
-        self.layers = nn.ModuleList(_layer(config) for _ in plain.layers)
+            self.tokens = Embedding(*sizes, fuse_wgrad_accumulation=fuses, device="meta")
+        self.layers = nn.ModuleList(_layer(config, fuses) for _ in plain.layers)
         for ours, theirs in zip(self.layers, plain.layers, strict=True):
             _take_over(ours, theirs, OF_LAYER)
         self.norm: RMSNorm | None = None
         self.head: LinearCrossEntropy | None = None
         if config.vocab:
             self.norm = RMSNorm(config.hidden, config.norm_eps, device="meta")
-            self.head = LinearCrossEntropy(*sizes[::-1], fuse_wgrad_accumulation=True, device="meta")
+            self.head = LinearCrossEntropy(*sizes[::-1], fuse_wgrad_accumulation=fuses, device="meta")
             _take_over(self, plain, {name: name for name in ("tokens.weight", "norm.weight", "head.weight")})
 
-    def forward(self, inputs: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        """Returns what `Llama.forward` does."""
+    def forward(
+        self, inputs: Tensor, targets_bt: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """Returns what `Llama.forward` does; True and False let the layers cast FP8 weights once a step."""
         x_btc = inputs if self.tokens is None else self.tokens(inputs)
         rope = self.rotary(x_btc.shape[1], x_btc.device)
         with self._region():
             for layer in self.layers:
-                x_btc = layer(x_btc, rotary_pos_emb=rope)
+                x_btc = layer(x_btc, rotary_pos_emb=rope, is_first_microbatch=is_first_microbatch)
         if self.norm is not None and self.head is not None:
             x_btc = self.norm(x_btc)
             if self.config.loss == "cross-entropy":
@@ -73,7 +76,7 @@ class FusedLlama(nn.Module):
         return nullcontext() if self.recipe is None else autocast(recipe=self.recipe)
 
 
-def _layer(config: LlamaConfig) -> TransformerLayer:
+def _layer(config: LlamaConfig, fuses: bool) -> TransformerLayer:
     """Makes a layer on the meta device."""
     return TransformerLayer(
         config.hidden,
@@ -90,7 +93,7 @@ def _layer(config: LlamaConfig) -> TransformerLayer:
         fuse_qkv_params=True,
         # Queries, keys and values one after the other, as in the plain layer.
         qkv_weight_interleaved=False,
-        fuse_wgrad_accumulation=True,
+        fuse_wgrad_accumulation=fuses,
         device="meta",
     )
 

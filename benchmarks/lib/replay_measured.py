@@ -26,6 +26,7 @@ from lib.device import free_memory
 from lib.hf_engines import Engine, TrainedHFLlama, Variant
 from lib.hf_models import SIZES
 from lib.llama import LlamaConfig
+from lib.measuring import SEED
 
 MICROBATCHES = 4
 WARM_UP = 6
@@ -136,6 +137,7 @@ def _on_rank(rank: Rank, job: Job, layers: int, engine: Engine) -> dict[str, tup
     workload = TrainedHFLlama(job.config(layers))
     batches = workload.batches(rank, MICROBATCHES)
     launches: list[Launched] = []
+    torch.manual_seed(SEED)
     with workload.start(Variant(engine), job.reshard, rank.device) as (model, optimizer, loss_of, _):
 
         def forward_backward(batch: Any) -> Tensor:

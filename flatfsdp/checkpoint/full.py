@@ -29,7 +29,7 @@ def full_state_dict(
     Args:
         model: the wrapped or sharded model.
         rank0_only: give the dict to the first rank only; others get an empty one.
-        cpu_offload: put tensors in host memory; the device holds the parameters of one unit at a time.
+        cpu_offload: put tensors in CPU memory; the device holds the parameters of one unit at a time.
     """
     groups = named_groups(model)
     with state_dicts_gathered(Gathering(rank0_only, cpu_offload)):

@@ -38,7 +38,7 @@ def full_optimizer_state_dict(
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer over all parameters of `model`.
         rank0_only: give the dict to the first rank only; others get an empty one.
-        cpu_offload: put tensors in host memory; the device holds one state of one unit at a time.
+        cpu_offload: put tensors in CPU memory; the device holds one state of one unit at a time.
 
     Returns:
         {"state": {name: {key: tensor of the parameter's shape, or a number}},

@@ -36,9 +36,9 @@ def begin(model: Model, action: Action) -> None:
     """
     world, device = world_of(model)
     first = named_groups(model)[0][1]
-    if first.policy.check_collectives:
+    if first.policy.debug.check_collectives:
         # Stages of a pipeline are models of their own, with numbers of their own.
-        whole = ModelIdentity(rank_timeout=first.policy.rank_timeout)
+        whole = ModelIdentity(timeout=first.policy.timeout)
         declare(world, Identity(action, whole, is_early=first.microbatch.steps_reduced == 0), device)
 
 

@@ -6,15 +6,14 @@ Exit codes: 0 success; 1 `verify` found a difference, a rank failed, or a plan d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from flatfsdp.cli.console import given, results_console, usage_errors
+from flatfsdp.cli.console import given, reported_failures, results_console, usage_errors
+from flatfsdp.cli.demo import demo
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
@@ -120,7 +119,7 @@ def verify(
     microbatches that are replayed as CUDA graphs, with an evaluation, an exception, another shape and a load
     between the steps.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
-    rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
+    rank. Exits with 1 if anything differs. All gradients are kept in CPU memory for that.
 
     With [bold]--matrix[/bold] the rows are ways to share a Llama over 2 and 4 ranks on CPU, or over 8, 4 or 2
     GPUs. Sizes and steps that are left out are smaller there, and --precision, --strategy and --fusion choose
@@ -285,19 +284,10 @@ def train(
 
 
 app.command()(plan)
+app.command()(demo)
 
 
 def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
     """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
     settings.sampler()
     local_path(out).mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def reported_failures() -> Iterator[None]:
-    """Context that turns a rank's failure into its traceback on stderr and exit code 1."""
-    try:
-        yield
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error

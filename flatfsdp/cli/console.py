@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 
 @contextmanager
@@ -17,6 +18,16 @@ def usage_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def reported_failures() -> Iterator[None]:
+    """Context that turns a rank's failure into its traceback on stderr and exit code 1."""
+    try:
+        yield
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
 
 
 def results_console() -> Console:

@@ -373,27 +373,35 @@ def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
     return report
 
 
-def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path]) -> MatrixReport:
+def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path], rows_before: int = 0) -> MatrixReport:
     """Runs the rows for this number of ranks, adds them to the report, and writes it to the folder.
 
     Every rank must call it, and all get the same verdicts.
+
+    Args:
+        rank: this rank.
+        payload: the report so far, and the folder.
+        rows_before: number of other rows of the same program that count in its progress.
     """
     report, out = payload
     report.environments.append(environment(rank))
     sampler, meshes = report.plan.settings.sampler(), Meshes()
+    count = rows_before + len(report.plan.rows)
     for row in report.plan.rows:
         if row.parallelism.world == rank.world:
-            report.compared.append(_compare(rank, row, report.plan, sampler, meshes))
+            place = f"{rows_before + len(report.compared) + 1} of {count}"
+            report.compared.append(_compare(rank, row, report.plan, sampler, meshes, place))
             if rank.index == 0:
                 report.write(out)
     return report
 
 
 def _compare(
-    rank: Rank, row: MatrixRow, plan: MatrixPlan, sampler: Sampler, meshes: Meshes
+    rank: Rank, row: MatrixRow, plan: MatrixPlan, sampler: Sampler, meshes: Meshes, place: str
 ) -> MatrixComparison:
     steps, settings = plan.settings.steps, plan.settings
-    with StepBar(row.name, 2 * steps, visible=rank.index == 0) as bar:
+    label = f"{place}  {row.name}: {' / '.join(plan.switch.ends)}"
+    with StepBar(label, 2 * steps, visible=rank.index == 0) as bar:
         off, on = (
             partial(
                 train_parallel,
@@ -404,5 +412,5 @@ def _compare(
         )
         runs = compared(off, on, rank, steps, self_test=plan.self_test)
         found = MatrixComparison(**vars(runs), row=row)
-        bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {found.off.final_loss_hex}")
+        bar.conclude(found)
     return found

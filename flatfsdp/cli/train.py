@@ -13,14 +13,10 @@ from typing import Any
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import plot_losses
 from flatfsdp.comm.launch import Rank
-from flatfsdp.comm.timeout import set_timeout
 from flatfsdp.parity.summary import RunSummary
 from flatfsdp.profiling.environment import environment
 from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
-
-LATER_STEPS = 100.0
-"""Seconds that ranks wait for each other after the first step; in that one they read data and compile."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +54,6 @@ class TrainReport:
 
 def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:
     """Trains; every rank must call it."""
-    steps = 0
-
-    def on_step(loss: float, tokens_per_second: float) -> None:
-        nonlocal steps
-        bar.advance(loss, tokens_per_second)
-        steps += 1
-        if steps == 1:
-            set_timeout(LATER_STEPS)
-
-    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
-        trained = train(settings, settings.sampler(), rank, on_step)
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0, shows_speed=True) as bar:
+        trained = train(settings, settings.sampler(), rank, bar.advance)
     return TrainReport(RunSummary.of(trained), environment(rank), settings)

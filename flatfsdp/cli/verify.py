@@ -24,7 +24,6 @@ from flatfsdp.cli.report import (
 from flatfsdp.comm.launch import Rank
 from flatfsdp.models.text import Sampler
 from flatfsdp.parity.evidence import KINDS, Compared, compared
-from flatfsdp.parity.trained import AfterBackward, Trained
 from flatfsdp.profiling.environment import environment
 from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
@@ -222,34 +221,38 @@ class Report:
         return [line for row in self.rows for line in row.lines(f"{row.name}, {' / '.join(row.ends)}")]
 
 
-def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
-    """Runs all configurations; every rank must call it, and all get the same verdicts."""
-    sampler = job.settings.sampler()
+def verify_on_rank(rank: Rank, job: VerifyJob, rows_after: int = 0) -> Report:
+    """Runs all configurations; every rank must call it, and all get the same verdicts.
+
+    Args:
+        rank: this rank.
+        job: the configurations.
+        rows_after: number of rows of the same program that come later, and count in its progress.
+    """
+    sampler, configurations = job.settings.sampler(), job.configurations()
+    count = len(configurations) + rows_after
     rows = [
-        _compare(rank, switch, settings, sampler, job.self_test) for switch, settings in job.configurations()
+        _compare(rank, switch, settings, sampler, job.self_test, f"{number} of {count}")
+        for number, (switch, settings) in enumerate(configurations, start=1)
     ]
     return Report(rows, environment(rank), job)
 
 
 def _compare(
-    rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool
+    rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool, place: str
 ) -> Comparison:
-    off, on = (partial(_train_visibly, ends, sampler, rank) for ends in switch.settings(settings))
-    found = compared(off, on, rank, settings.steps, self_test=self_test)
     precision, strategy = settings.precision, settings.strategy
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
     fusion = f"wgrad {settings.fusion.value}" if is_named else ""
-    return Comparison(
-        **vars(found),
-        precision=precision.value,
-        strategy=strategy.value,
-        switch=switch.value,
-        fusion=fusion,
-    )
-
-
-def _train_visibly(
-    settings: TrainSettings, sampler: Sampler, rank: Rank, after_backward: AfterBackward
-) -> Trained:
-    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
-        return train(settings, sampler, rank, bar.advance, after_backward)
+    label = f"{place}  {precision.value} {strategy.value} {fusion}".rstrip()
+    with StepBar(f"{label}: {' / '.join(switch.ends)}", 2 * settings.steps, visible=rank.index == 0) as bar:
+        off, on = (partial(train, ends, sampler, rank, bar.advance) for ends in switch.settings(settings))
+        found = Comparison(
+            **vars(compared(off, on, rank, settings.steps, self_test=self_test)),
+            precision=precision.value,
+            strategy=strategy.value,
+            switch=switch.value,
+            fusion=fusion,
+        )
+        bar.conclude(found)
+    return found

@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.comm.checking.identity import RANK_TIMEOUT, Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT, Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
@@ -24,7 +24,7 @@ def check_same_on_all_ranks(
     lines: Sequence[str],
     dimensions: Sequence[Ranks],
     device: torch.device,
-    rank_timeout: float | None = RANK_TIMEOUT,
+    timeout: float | None = DEFAULT_TIMEOUT,
 ) -> int:
     """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
 
@@ -34,7 +34,7 @@ def check_same_on_all_ranks(
         lines: description of what this rank builds, one line a part.
         dimensions: dimensions of a grid of ranks; all ranks of the grid raise, or none.
         device: device to communicate on.
-        rank_timeout: seconds to wait for other ranks; None: as long as the process group allows.
+        timeout: seconds to wait for other ranks; None: as long as the process group allows.
 
     Returns:
         A random number of 31 bits that all ranks of the grid have in common.
@@ -45,7 +45,7 @@ def check_same_on_all_ranks(
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
-    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions, rank_timeout=rank_timeout))
+    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions, timeout=timeout))
     for ranks in dimensions:
         with launch(ranks, build, device):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)

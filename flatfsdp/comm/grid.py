@@ -1,6 +1,6 @@
 """`Grid`: the ranks that shard, replicate and split the parameters of one unit.
 
-In:   arguments of `FlatFSDP`: a process group or a mesh, and a tensor-parallel group.
+In:   the options mesh and tp_group.
 """
 
 from __future__ import annotations
@@ -65,54 +65,54 @@ class Grid:
         return all(ranks.rank == 0 for ranks in self.dimensions)
 
     @staticmethod
-    def of(
-        process_group: dist.ProcessGroup | None,
-        mesh: DeviceMesh | None,
-        shard: bool,
-        tp_group: dist.ProcessGroup | None = None,
-    ) -> Grid:
-        """Resolves the constructor's arguments.
+    def of(mesh: DeviceMesh | None, tp_group: dist.ProcessGroup | None = None) -> Grid:
+        """Resolves the options of these names.
 
         `mesh` is 1-D (shard) or 2-D (replicate, shard).  The default is the default process group, or this
-        rank alone if torch.distributed is not initialised.  `shard=False` replicates over all.
+        rank alone if torch.distributed is not initialised.
 
         Raises:
-            TypeError: for a DeviceMesh in place of a group.
+            TypeError: for something else than a DeviceMesh, or a DeviceMesh in place of tp_group.
             RuntimeError: in one of several processes of torchrun, if torch.distributed is not initialised.
-            ValueError: for both a mesh and a process group; for a mesh of another number of dimensions; if
-                tp_group shares ranks other than this one with the data-parallel ranks.
+            ValueError: for a mesh of another number of dimensions, or without this rank; if tp_group shares
+                ranks other than this one with the data-parallel ranks.
         """
-        if isinstance(process_group, DeviceMesh):
-            raise TypeError("process_group is a DeviceMesh; pass it as mesh=")
         if isinstance(tp_group, DeviceMesh):
             raise TypeError("tp_group is a DeviceMesh; pass its process group, mesh['tp'].get_group()")
-        shard_ranks, replicate_ranks = _data_parallel(process_group, mesh, shard)
-        grid = Grid(shard_ranks, replicate_ranks, Ranks.of(tp_group))
-        grid.tensor.require_apart(shard_ranks)
-        grid.tensor.require_apart(replicate_ranks)
+        shard, replicate = _every_rank() if mesh is None else _ranks_of(mesh)
+        grid = Grid(shard, replicate, Ranks.of(tp_group))
+        grid.tensor.require_apart(shard)
+        grid.tensor.require_apart(replicate)
         return grid
 
 
-def _data_parallel(
-    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard: bool
-) -> tuple[Ranks, Ranks]:
+def _every_rank() -> tuple[Ranks, Ranks]:
+    """The ranks to shard over, and those to replicate over, without a mesh."""
+    group = default_group()
+    if group is None and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise RuntimeError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would train a model by "
+            "itself; call torch.distributed.init_process_group() before the model is sharded"
+        )
+    return Ranks.of(group), ALONE
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[Ranks, Ranks]:
     """The ranks to shard over, and those to replicate over."""
-    if mesh is not None and process_group is not None:
-        raise ValueError("pass either process_group or mesh, not both: a mesh brings its own groups")
-    if mesh is not None and mesh.ndim == 2:
-        if not shard:
-            raise ValueError("shard=False replicates over one group; pass a 1-D mesh, not (replicate, shard)")
-        return Ranks.of(mesh.get_group(1)), Ranks.of(mesh.get_group(0))
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
-        process_group = mesh.get_group()
-    if process_group is None:
-        process_group = default_group()
-        if process_group is None and under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
-            raise RuntimeError(
-                f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would train a model by "
-                "itself; call torch.distributed.init_process_group() before the model is sharded"
-            )
-    every = Ranks.of(process_group)
-    return (every, ALONE) if shard else (ALONE, every)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; it must be a DeviceMesh: DeviceMesh.from_group(group, 'cuda') "
+            "makes one of a process group, and make_mesh(...).dp is one"
+        )
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in mesh, which has ranks {mesh.mesh.flatten().tolist()}; pass "
+            "the mesh of this rank"
+        )
+    if mesh.ndim == 1:
+        return Ranks.of(mesh.get_group()), ALONE
+    # A dimension of one rank needs no communicator.
+    replicate, shard = (Ranks.of(mesh.get_group(each)) if mesh.size(each) > 1 else ALONE for each in (0, 1))
+    return shard, replicate

@@ -32,7 +32,7 @@ from flatfsdp.comm.gpus import take_gpu
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
-# Long enough for a first step, in which each rank reads data and compiles; `set_timeout` shortens it.
+# Long enough for a first step, in which each rank reads data and compiles.
 TIMEOUT = timedelta(seconds=300)
 
 

@@ -21,13 +21,13 @@ _LONGEST_PAUSE = 0.1
 _MET = "met"
 
 
-def meet(ranks: Ranks, doing: str, rank_timeout: float) -> None:
+def meet(ranks: Ranks, doing: str, timeout: float) -> None:
     """Waits until all of these ranks are about to make the same call.
 
     Args:
         ranks: ranks that meet.
         doing: name of the call.
-        rank_timeout: seconds to wait for the others, as set in `FlatFSDP`.
+        timeout: seconds to wait for the others, as set in `FlatFSDP`.
 
     Raises:
         RuntimeError: on all ranks that have come, if others have not by then.
@@ -46,7 +46,7 @@ def meet(ranks: Ranks, doing: str, rank_timeout: float) -> None:
     begin, pause = time.monotonic(), 0.001
     while missing := [rank for rank, key in enumerate(keys) if store.add(key, 0) < own]:
         waited = time.monotonic() - begin
-        if waited > rank_timeout or store.check([decision]):
+        if waited > timeout or store.check([decision]):
             decided = store.compare_set(decision, "", give_up).decode()
             break
         time.sleep(pause)

@@ -120,7 +120,7 @@ class Ranks:
         if len(both) > 1:
             raise ValueError(
                 f"ranks {', '.join(map(str, both))} are in tp_group and in the group that FlatFSDP shards or "
-                "replicates over; pass mesh= or process_group= of the data-parallel ranks, which have the "
+                "replicates over; pass mesh= of the data-parallel ranks, which have the "
                 "same part of each layer"
             )
 

@@ -12,9 +12,9 @@ inside FlatFSDP.
       grad_added_to_main_grad
     fp8_operand                 engine           layers              operand.py
     fp8_weights()               layers           engine              operand.py
-    declared_joints()           layers           engine              joint.py
-    joint_parts,                engine           layers              joint.py
-      _flatfsdp_joined
+    packed_parameters()         layers           engine              packed.py
+    packed_parts,               engine           layers              packed.py
+      _flatfsdp_packed
     late_buffers,               layers           engine,             late_buffers.py
       prepare_load()                             checkpoints
     tensor_model_parallel, partition_dim,        engine,             tensor_parallel.py

@@ -55,7 +55,7 @@ class FlatShard(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device that the model computes on; the parameter itself may be in host memory."""
+        """The device that the model computes on; the parameter itself may be in CPU memory."""
 
     @property
     def moved(self) -> Moved | None:

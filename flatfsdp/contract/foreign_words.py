@@ -27,8 +27,9 @@ OPTIONS: Mapping[str, str] = {
     # FSDP1
     "auto_wrap_policy": "it is policy=, the second argument of shard and auto_wrap: by_class(...) or "
     "by_size(...)",
-    "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, NO_SHARD "
-    "shard=False, and HYBRID_SHARD a 2-D mesh=, (replicate, shard)",
+    "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, HYBRID_SHARD "
+    "a 2-D mesh=, (replicate, shard), and NO_SHARD a mesh= of (N, 1)",
+    "process_group": 'it is mesh=DeviceMesh.from_group(process_group, "cuda")',
     "device_mesh": "it is mesh=",
     "mixed_precision": f"it is {_PRECISION}",
     "backward_prefetch": f"it is {_PREFETCH}",
@@ -52,7 +53,8 @@ OPTIONS: Mapping[str, str] = {
     "gradient_as_bucket_view": _NO_REDUCER,
     "bucket_cap_mb": _NO_REDUCER,
     # DeepSpeed, and papers
-    "zero": "ZeRO-3 is the default, ZeRO-2 reshard_after_forward=False, and plain data parallel shard=False",
+    "zero": "ZeRO-3 is the default, ZeRO-2 reshard_after_forward=False, and plain data parallel "
+    "a mesh= of (N, 1)",
 }
 """Options of an engine: word -> what `shard`, `auto_wrap` and `FlatFSDP` have for it."""
 

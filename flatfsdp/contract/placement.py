@@ -120,7 +120,7 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
         given = "no tp_group" if tensor.group is None else f"a tp_group of ranks {tensor.global_ranks}"
         raise ValueError(
             f"parameter {name} is of a layer that ranks {ranks} share, and FlatFSDP got {given}; pass the "
-            "tp_group of the layer, and the ranks with the same part as mesh or process_group"
+            "tp_group of the layer, and the ranks with the same part as mesh"
         )
     if TENSOR_MODEL_PARALLEL.of(parameter):
         _check_split(name, parameter, tensor)

@@ -18,7 +18,7 @@ WHOLE_SHAPE = Attribute[tuple[int, ...] | None]("whole_shape", None)
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Shape of the whole parameter that `parameter` is a part of; its own shape if it is not a part.
 
-    decayed = [p for p in model.parameters() if len(flatfsdp.whole_shape(p)) >= 2]
+    decayed = [p for p in model.parameters() if len(whole_shape(p)) >= 2]
     """
     shape = WHOLE_SHAPE.of(parameter)
     return parameter.shape if shape is None else torch.Size(shape)

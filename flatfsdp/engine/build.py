@@ -7,13 +7,14 @@ Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.byte_ledger import ByteLedger
-from flatfsdp.comm.checking.identity import RANK_TIMEOUT
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.claim import (
@@ -35,55 +36,36 @@ from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule, UnitState
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import GradSync, Policy, Precision, Prefetch, require_flag
+from flatfsdp.policy import Policy, Precision, require_flag
 
 
 def build_unit(
     module: nn.Module,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
     *,
     in_place: bool,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-    cast_inputs: bool = True,
-    shard: bool = True,
-    reshard_after_forward: bool = True,
-    optimize_backward_concat: bool = False,
-    grad_sync: GradSync = "last",
-    prefetch: Prefetch | None = None,
-    cpu_offload: bool = False,
+    mesh: DeviceMesh | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
     param_init_fn: ParamInit | None = None,
     sync_module_states: bool = False,
-    check_collectives: bool = True,
-    rank_timeout: float = RANK_TIMEOUT,
-    poison_on_free: bool = False,
+    precision: Precision | None = None,
+    **settings: Any,
 ) -> UnitState:
     """Shards the parameters below `module` that no unit has taken.
 
     Args:
+        module: module to shard.
         in_place: whether the modules list this rank's part of each parameter under its own name.
-        others: the arguments of `FlatFSDP`, with the same meaning and defaults.
+        mesh, tp_group, device, param_init_fn, sync_module_states, precision: as in `Options`.
+        settings: other fields of `Policy`.
 
     Raises:
         TypeError, ValueError: for the same reasons as `FlatFSDP`.
     """
-    require_flag("shard", shard)
+    require_flag("sync_module_states", sync_module_states)
     parameters = parameters_to_take(module)
-    policy = Policy(
-        default_precision(parameters) if precision is None else precision,
-        cast_inputs,
-        reshard_after_forward,
-        optimize_backward_concat,
-        grad_sync,
-        Prefetch() if prefetch is None else prefetch,
-        cpu_offload,
-        check_collectives,
-        poison_on_free,
-        rank_timeout,
-    )
-    grid = Grid.of(process_group, mesh, shard, tp_group)
+    policy = Policy(precision=default_precision(parameters) if precision is None else precision, **settings)
+    grid = Grid.of(mesh, tp_group)
     for name, parameter in parameters.items():
         check_placement(name, parameter, grid.tensor)
     for path, owner in own_modules(module):
@@ -104,7 +86,7 @@ def build_unit(
         take_from_first_rank({**parameters, **buffers}, grid, place)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
-    unit = Unit(modules, reshard_after_forward, contains_units=contains_units)
+    unit = Unit(modules, policy.reshard_after_forward, contains_units=contains_units)
     state = UnitState(policy, grid, place, unit, Microbatch(), ByteLedger())
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None

@@ -27,7 +27,7 @@ from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
-from flatfsdp.engine.joints import Joints
+from flatfsdp.engine.packing import Packs
 from flatfsdp.engine.storage.fp8_weights import roles
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
@@ -177,11 +177,11 @@ def bindings_of(
     tensor-parallel ranks, or whole on each of them).  Parameters that are one GEMM operand are neighbours.
     """
     parameters = list(parameters)
-    joints = Joints(own_modules(module), parameters, tensor)
-    ordered = joints.in_order(parameters)
+    packs = Packs(own_modules(module), parameters, tensor)
+    ordered = packs.in_order(parameters)
     stored = dict.fromkeys(ordered, Role.COMPUTE)
     if fp8:
-        stored = joints.agreed(roles(module, ordered, joints.read_in_fp8))
+        stored = packs.agreed(roles(module, ordered, packs.read_in_fp8))
     chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
         each: [] for each in itertools.product((True, False), Role, Placement)
     }
@@ -191,7 +191,7 @@ def bindings_of(
     bindings = []
     for (_, role, _), members in chosen.items():
         if members:
-            binding = Binding.of(module, members, role, tensor, joints.among(members))
+            binding = Binding.of(module, members, role, tensor, packs.among(members))
             before = [places[parameter] for parameter in members]
             binding.is_moved = before != sorted(before)
             bindings.append(binding)

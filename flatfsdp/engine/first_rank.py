@@ -22,7 +22,7 @@ def take_from_first_rank(tensors: Mapping[str, Tensor], grid: Grid, device: torc
     """Copies the first rank's tensors to all data-parallel ranks, one at a time.  Collective.
 
     Args:
-        tensors: in host memory or on the device, by name.
+        tensors: in CPU memory or on the device, by name.
         device: device of the communication.
 
     Raises:

@@ -1,6 +1,6 @@
 """`FlatFSDP`: the wrapper class that users see.
 
-In:   a module, ranks, a policy.
+In:   a module and options.
 Out:  a module whose `parameters()` are flat shards that any optimizer can update.
 Next: its `forward` drives `engine/step/unit.py`; to follow one parameter, start at `claim.py`.
 """
@@ -11,27 +11,23 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from flatfsdp.byte_ledger import ByteLedger
-from flatfsdp.comm.checking.identity import RANK_TIMEOUT
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
 from flatfsdp.engine.input_casts import is_cast
 from flatfsdp.engine.methods import UnitMethods, whole_units
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.units import root_of
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
-from flatfsdp.flat.meta_device import ParamInit
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import parameter_sites
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import GradSync, Precision, Prefetch
 from flatfsdp.torch_private import never_traced, traced_inside
 
 
@@ -39,7 +35,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     """Shards a module's parameters over ranks in one flat buffer, and gathers them where they are used.
 
     Takes every parameter below `module` that no inner FlatFSDP has taken, so wrap inner modules first
-    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, freed and reduced as a whole.  One
+    (`flatfsdp.auto_wrap` does).  Each FlatFSDP is a unit: gathered, resharded and reduced as a whole.  One
     transformer layer is a good size.  The first one that is called becomes the root of those inside it.
 
     `parameters()` lists the flat FP32 shards; give them to any torch.optim optimizer after wrapping.  A
@@ -48,43 +44,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     Args:
         module: module to shard, the same on all ranks.
-        process_group: ranks to shard over; default: all ranks, or this process alone without
-            torch.distributed.
-        mesh: instead of process_group: 1-D (shard), or 2-D (replicate, shard).
-        device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
-            the meta device, whose parameters are made and initialised unit by unit.
-        precision: dtypes of parameters, compute, accumulation, reduction and buffers.  By default all are
-            FP32, and `compute` is bf16 if most elements of the parameters are.
-        cast_inputs: cast FP32 tensors to `precision.compute` where parameters meet them: the first argument
-            of a unit inside another, and the arguments of the outermost one's modules that own parameters, if
-            the first one is in FP32.  Labels that only the outermost forward reads, other dtypes, and tensors
-            in lists, dicts and objects stay what they are.  False casts nothing of this unit's.
-        shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
-        reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
-            False keeps them until the last microbatch's backward (ZeRO-2).
-        optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced.  False is
-            the baseline: autograd concatenates all gradients of a unit in every microbatch.  The bits are the
-            same.
-        grad_sync: "last" reduce-scatters gradients in the last microbatch's backward; "every" does so in each
-            microbatch's, which needs no full-size gradient buffer in between and moves M times the bytes
-            for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward either way.
-        prefetch: number of units to gather ahead, in forward and in backward.
-        cpu_offload: keep master shards, their gradients and therefore the optimizer state in host memory.
-        tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
-            ranks, which have the same parts, as mesh or process_group.  A parameter that no layer declares as
-            split must have the same value and the same gradient on all of tp_group.  `state_dict()` and
-            `summon_full_params()` give this rank's parts; `checkpoint.full_state_dict` gives whole tensors.
-        param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
-            `reset_parameters()`.  Seed all ranks alike.
-        sync_module_states: copy the first data-parallel rank's parameters and buffers to the others, for
-            ranks that were not seeded alike.
-        check_collectives: check in every gather and reduction that all ranks run it for the same unit and
-            purpose; if they differ, all ranks raise instead of computing with a mix of units.
-        rank_timeout: seconds that a rank waits for the others in such a gather or reduction before it raises
-            and names the missing ranks; five times as long until the first step has ended.  Choose more than
-            a rank ever spends alone, in saving for example; `math.inf` leaves it to the process group's
-            timeout.
-        poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing saves.
+        options: ranks, dtypes and other settings, by name: see `Options`.
 
     Attributes:
         module: the wrapped module.  Attributes not found here are looked up there.
@@ -99,52 +59,12 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     """
 
     @answering(OPTIONS)
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        *,
-        device: torch.device | str | None = None,
-        precision: Precision | None = None,
-        cast_inputs: bool = True,
-        shard: bool = True,
-        reshard_after_forward: bool = True,
-        optimize_backward_concat: bool = False,
-        grad_sync: GradSync = "last",
-        prefetch: Prefetch | None = None,
-        cpu_offload: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        param_init_fn: ParamInit | None = None,
-        sync_module_states: bool = False,
-        check_collectives: bool = True,
-        rank_timeout: float = RANK_TIMEOUT,
-        poison_on_free: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, **options: Unpack[Options]) -> None:
+        require_known("FlatFSDP", options)
         if not isinstance(module, nn.Module):
             raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         super().__init__(module)
-        self.fsdp_state = build_unit(
-            module,
-            process_group,
-            mesh,
-            in_place=False,
-            device=device,
-            precision=precision,
-            cast_inputs=cast_inputs,
-            shard=shard,
-            reshard_after_forward=reshard_after_forward,
-            optimize_backward_concat=optimize_backward_concat,
-            grad_sync=grad_sync,
-            prefetch=prefetch,
-            cpu_offload=cpu_offload,
-            tp_group=tp_group,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            check_collectives=check_collectives,
-            rank_timeout=rank_timeout,
-            poison_on_free=poison_on_free,
-        )
+        self.fsdp_state = build_unit(module, in_place=False, **options)
         for group in self.fsdp_state.unit.groups:
             self._register_flat(group.flat_name, group.master.flat)
         module.register_forward_pre_hook(self._check_gathered)

@@ -115,7 +115,7 @@ _OF_REPLAYS = (
 
 
 class GroupSizes(NamedTuple):
-    """Sizes of one flat group's buffers on this rank's device; None: no such buffer, or in host memory.
+    """Sizes of one flat group's buffers on this rank's device; None: no such buffer, or in CPU memory.
 
     Attributes:
         flat_buffer: gathered parameters.

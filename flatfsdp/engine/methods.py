@@ -212,7 +212,7 @@ class UnitMethods(UnitModule):
             writeback: at the end, write values that were changed, in place or by another parameter object, to
                 the shards.  If ranks changed a parameter differently, each rank's shard keeps its own values.
             rank0_only: only the first rank gets them, and it alone writes back.
-            offload_to_cpu: put them in host memory; the device then holds at most one unit at a time.
+            offload_to_cpu: put them in CPU memory; the device then holds at most one unit at a time.
 
         Raises:
             RuntimeError: inside a forward or backward; at the end, if something else (an optimizer, a loader)

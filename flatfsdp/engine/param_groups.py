@@ -1,8 +1,7 @@
 """Optimizer settings per parameter over flat buffers; the targets that an optimizer may write besides.
 
 In:   a model, and which parameters get which options.
-Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards; for a model that
-      is sharded in place, its views.
+Out:  parameter groups for torch.optim, whose parameters are local shards: pieces of the flat ones.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups for any element-wise torch.optim optimizer.
 
-    The optimizer's parameters are *portions* of the flat shards, one for each run of neighbouring parameters
-    with the same options.  From now on gradients come to the portions, not to the flat parameters, so build
-    one optimizer per model, of these groups, and step it only after the last backward of a step.
+    The optimizer's parameters are *local shards*, pieces of the flat ones, one for each run of neighbouring
+    parameters with the same options.  From now on gradients come to them, not to the flat parameters, so
+    build one optimizer per model, of these groups, and step it only after the last backward of a step.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
 
-    A model that is sharded in place has one portion for each parameter already (`parameters()`): those are
-    returned, and nothing is cut.
+    A model that is sharded in place has one local shard for each parameter already (`parameters()`): those
+    are returned, and nothing is cut.
 
     Args:
         model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
@@ -48,7 +47,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
 
     Returns:
         One group for each of `groups`, and a last one without options for parameters that none has selected,
-        if there are any.  A group has nothing but empty views on ranks whose shards hold none of it.
+        if there are any.  A group has nothing but empty local shards on ranks whose shards hold none of it.
 
     Raises:
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if

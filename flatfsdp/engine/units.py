@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -71,6 +72,16 @@ class UnitModule(Guarded):
 
     fsdp_state: UnitState
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names that differ in state dicts: none.
+
+        PyTorch's state-dict functions call this before they read or gather anything; from here on, they work
+        on sharded models.
+        """
+        # By its name: the engine does not depend on what is built on it.
+        import_module("flatfsdp.compat.torch_state_dicts.functions").install()
+        return {}
+
     def _join(self, root: Root, outermost: UnitModule) -> None:
         """Joins a root, once, when the model is first used.
 
@@ -116,7 +127,7 @@ def root_of(wrapped: UnitModule) -> Root:
             group.prefix = prefix
     groups = [group for unit in inside for group in unit.fsdp_state.unit.groups]
     lines = [line for group in groups for line in group.describe()]
-    timeout = state.policy.rank_timeout
+    timeout = state.policy.timeout
     number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device, timeout)
     if any(group.grid.num_ranks > state.grid.num_ranks for group in groups):
         # Ranks of other roots, which have agreed on another number, share units inside.
@@ -161,7 +172,7 @@ def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> Non
         raise ValueError(f"unit {name} is on {inner.device}, but its root on {outer.device}")
     if inner.grid.tensor != outer.grid.tensor:
         raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
-    for what in ("grad_sync", "prefetch", "rank_timeout"):
+    for what in ("grad_sync", "prefetch", "timeout"):
         ours, theirs = getattr(outer.policy, what), getattr(inner.policy, what)
         if theirs != ours:
             raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import nn
+from typing_extensions import Unpack
 
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.units import UnitModule
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]
@@ -37,28 +38,29 @@ def by_size(min_numel: int) -> WrapPolicy:
 
 
 @answering(OPTIONS)
-def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> FlatFSDP:
+def auto_wrap(model: nn.Module, policy: WrapPolicy, **options: Unpack[Options]) -> FlatFSDP:
     """Makes a unit of every module the policy picks, inner ones first, and of the whole model at the end.
 
     Args:
         model: model to wrap; changed in place.
         policy: `by_class`, `by_size`, or any callable of (name, module, numel).  It is not asked about the
             parts of nn.MultiheadAttention.
-        fsdp_options: passed to every `FlatFSDP`.
+        options: ranks, dtypes and other settings of every unit, by name: see `Options`.
 
     Returns:
         The wrapped model.
 
     Raises:
-        TypeError: if the policy is a class or cannot be called.
+        TypeError: if the policy is a class or cannot be called; for an unknown option.
         ValueError: as `FlatFSDP`, with the unit's name; if the policy picks nothing, as the whole model would
-            then be one unit, which is never freed between forward and backward.
+            then be one unit, which is not resharded between forward and backward.
     """
+    require_known("auto_wrap", options)
     picked = pick_units(model, policy)
-    if fsdp_options.get("precision") is None:
-        fsdp_options["precision"] = default_precision(parameters_to_take(model))
-    make_units(picked, partial(FlatFSDP, **fsdp_options))
-    return FlatFSDP(model, **fsdp_options)
+    if options.get("precision") is None:
+        options["precision"] = default_precision(parameters_to_take(model))
+    make_units(picked, partial(FlatFSDP, **options))
+    return FlatFSDP(model, **options)
 
 
 Place = tuple[nn.Module, str]

@@ -23,7 +23,7 @@ from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 _DICT_OF, _PARAMETERS_OF = attrgetter("__dict__"), attrgetter("_parameters")
 
 
-class ParamJoint(NamedTuple):
+class PackedParams(NamedTuple):
     """Parameters that are one GEMM operand, before they are packed.
 
     Attributes:
@@ -40,8 +40,8 @@ class Binding:
     """The slots of one layout and, for each slot, every site that holds it (tied parameters have several).
 
     Attributes:
-        joint_owners: owners of each joint of the layout.
-        is_moved: whether joints have changed the order of the parameters.
+        pack_owners: owners of each pack of the layout.
+        is_moved: whether packs have changed the order of the parameters.
         is_registered: whether modules have real parameters now, from `register`.
     """
 
@@ -49,11 +49,11 @@ class Binding:
         self,
         layout: FlatLayout,
         sites: Sequence[tuple[Site, ...]],
-        joint_owners: Sequence[tuple[tuple[nn.Module, str], ...]] = (),
+        pack_owners: Sequence[tuple[tuple[nn.Module, str], ...]] = (),
     ) -> None:
         self.layout = layout
         self.sites = tuple(sites)
-        self.joint_owners = tuple(joint_owners)
+        self.pack_owners = tuple(pack_owners)
         self.is_moved = False
         self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
@@ -69,7 +69,7 @@ class Binding:
         parameters: Iterable[nn.Parameter],
         role: Role = Role.COMPUTE,
         tensor: Ranks = ALONE,
-        joints: Sequence[ParamJoint] = (),
+        packs: Sequence[PackedParams] = (),
     ) -> Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
 
@@ -78,7 +78,7 @@ class Binding:
             parameters: parameters to pack, in this order.
             role: storage role of all of them.
             tensor: tensor-parallel ranks that share the layers inside.
-            joints: joints of these parameters; a joint whose parts are not neighbours is left out.
+            packs: packs of these parameters; a pack whose parts are not neighbours is left out.
 
         Raises:
             ValueError: if a parameter is not registered below `module`.
@@ -103,11 +103,11 @@ class Binding:
             )
             for p, sites in found.items()
         )
-        owners = {joint.name: joint.owners for joint in joints}
-        wanted = [(joint.name, [found[part][0].name for part in joint.parts]) for joint in joints]
+        owners = {pack.name: pack.owners for pack in packs}
+        wanted = [(pack.name, [found[part][0].name for part in pack.parts]) for pack in packs]
         layout = FlatLayout.pack(specs, wanted)
         sites_of = [tuple(sites) for sites in found.values()]
-        return Binding(layout, sites_of, [owners[joint.name] for joint in layout.joints])
+        return Binding(layout, sites_of, [owners[pack.name] for pack in layout.packs])
 
     def parameters(self) -> list[nn.Parameter]:
         """Registered parameters, one a slot; only while they are registered."""

@@ -22,7 +22,7 @@ from functools import cached_property
 from torch import Tensor
 
 from flatfsdp.contract.placement import Partition, Placement
-from flatfsdp.flat.joints import JointSlot, find_joint, runs_of
+from flatfsdp.flat.packing import PackedSlot, find_pack, runs_of
 
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements.  Even at one byte an element these
@@ -98,20 +98,20 @@ class FlatLayout:
     Attributes:
         slots: the slots, disjoint, in address order, each at a multiple of `ELEMENT_ALIGNMENT`.
         numel: unpadded length: end of the last slot, in elements.
-        joints: the joints, disjoint, in address order.
+        packs: the packs, disjoint, in address order.
     """
 
     slots: tuple[ParamSlot, ...]
     numel: int
-    joints: tuple[JointSlot, ...] = ()
+    packs: tuple[PackedSlot, ...] = ()
 
     @staticmethod
-    def pack(specs: Iterable[ParamSpec], joints: Iterable[tuple[str, Sequence[str]]] = ()) -> FlatLayout:
+    def pack(specs: Iterable[ParamSpec], packs: Iterable[tuple[str, Sequence[str]]] = ()) -> FlatLayout:
         """Packs the parameters one after the other in the given order.
 
         Args:
             specs: the parameters, in order.
-            joints: name and parameters of each wanted joint; a joint with gaps between its parameters is left
+            packs: name and parameters of each wanted pack; a pack with gaps between its parameters is left
                 out.
 
         Raises:
@@ -136,7 +136,7 @@ class FlatLayout:
             slot = ParamSlot(spec.name, shape, spec.role, offset, spec.placement, spec.partition)
             slots.append(slot)
             cursor = slot.end
-        found = [find_joint(name, parts, slots) for name, parts in joints]
+        found = [find_pack(name, parts, slots) for name, parts in packs]
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
         return FlatLayout(tuple(slots), cursor, tuple(in_order))
 
@@ -146,8 +146,8 @@ class FlatLayout:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of slots that are one operand, in order: joints, and slots by themselves."""
-        return runs_of(len(self.slots), self.joints)
+        """Ranges [first, last) of slots that are one operand, in order: packs, and slots by themselves."""
+        return runs_of(len(self.slots), self.packs)
 
     @property
     def role(self) -> Role:
@@ -196,9 +196,9 @@ class FlatLayout:
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
 
-    def joint_views(self, flat: Tensor) -> list[Tensor]:
-        """Views of `flat`, one a joint, in the joints' shapes."""
-        return [flat.narrow(0, joint.offset, joint.numel).view(joint.shape) for joint in self.joints]
+    def pack_views(self, flat: Tensor) -> list[Tensor]:
+        """Views of `flat`, one a pack, in the packs' shapes."""
+        return [flat.narrow(0, pack.offset, pack.numel).view(pack.shape) for pack in self.packs]
 
 
 def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""FP8 training: recipes, autocast, quantizers, scaling state, recompute, overflow counts."""
+"""FP8 training: recipes, autocast, quantizers, scaling state, activation checkpointing, overflow counts."""
 
 from flatfsdp.fp8.autocast import autocast, fp8_autocast
 from flatfsdp.fp8.overflows import Overflows, count_overflows

@@ -1,4 +1,4 @@
-"""`checkpoint`: activation recompute with the scales of the first run.
+"""`checkpoint`: activation checkpointing with the scales of the first run.
 
 In:   a function with FP8 layers inside, which autograd runs again in backward.
 Out:  the second run casts with the same scales, records no amax, and does not repeat cached casts of weights.
@@ -101,8 +101,8 @@ class Tape:
         self._position[layer] = position + 1
         if position >= len(recorded):
             raise RuntimeError(
-                f"a recomputation runs {type(layer).__name__} more often than the forward did; a "
-                "checkpointed function has to do the same both times"
+                f"activation checkpointing runs {type(layer).__name__} more often in backward than in "
+                "forward; a checkpointed function has to do the same both times"
             )
         return recorded[position]
 
@@ -218,8 +218,8 @@ def require_repeatable(tracker: Tracker) -> None:
     tape = current_tape()
     if in_backward() if tape is None else tape.is_replay and not tape.repeats(tracker):
         raise RuntimeError(
-            f"a recomputation draws dropout from a {type(tracker).__name__}, whose states have moved on "
-            "since the forward; use flatfsdp.fp8.checkpoint, and pass it get_rng_state_tracker, too"
+            f"activation checkpointing draws dropout from a {type(tracker).__name__}, whose states have "
+            "moved on since the forward; use flatfsdp.fp8.checkpoint, and pass it get_rng_state_tracker, too"
         )
 
 
@@ -246,7 +246,7 @@ def records_amax(tape: Tape | None) -> bool:
 def raise_recomputed() -> NoReturn:
     """Raises the error of a recomputation that FlatFSDP does not recognise."""
     raise RuntimeError(
-        "an FP8 layer is recomputed in backward by something that FlatFSDP does not know, or in eval() mode "
-        "by a reentrant checkpoint; its scales have moved on by then, and its autocast is over: use "
-        "torch.utils.checkpoint or flatfsdp.fp8.checkpoint, with use_reentrant=False"
+        "an FP8 layer runs again in backward, under activation checkpointing that FlatFSDP does not know, "
+        "or in eval() mode by a reentrant checkpoint; its scales have moved on by then, and its autocast is "
+        "over: use torch.utils.checkpoint or flatfsdp.fp8.checkpoint, with use_reentrant=False"
     )

@@ -329,7 +329,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
     def fp8_weights(self) -> tuple[str, ...]:
         """Names of weights that only FP8 GEMMs read, so that they may be stored in FP8.
 
-        A name stands for a parameter or for a joint of several (`contract/joint.py`).
+        A name stands for a parameter or for a pack of several (`contract/packed.py`).
         """
         return tuple(name for name in self.linear_maps if self.allows_fp8 and _suit_fp8(self._parts_of(name)))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.joint import Joint, is_joined, joined
+from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
 from flatfsdp.contract.tensor_parallel import Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.options import MatmulOptions
@@ -57,7 +57,7 @@ class Projection(MatmulLayer):
         if parameters_split is not None and self._delayed_wgrads is not None:
             raise ValueError(
                 f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
-                "joint weight in the backward; leave one of them out"
+                "packed weight in the backward; leave one of them out"
             )
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
@@ -92,16 +92,16 @@ class Projection(MatmulLayer):
                 if bias is not None:
                     bias.zero_()
 
-    def declared_joints(self) -> tuple[Joint, ...]:
+    def packed_parameters(self) -> tuple[Pack, ...]:
         """Weight and bias, if each is several parameters that the GEMM reads as one operand."""
         if not self._is_split:
             return ()
         has_bias = getattr(self, f"{self._prefixes[0]}bias") is not None
-        return tuple(self._joint(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
+        return tuple(self._pack(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
 
-    def _joint(self, kind: str) -> Joint:
+    def _pack(self, kind: str) -> Pack:
         # Not stored: a layer that refers to itself would only be freed by the garbage collector.
-        return Joint(kind, tuple([(self, f"{prefix}{kind}") for prefix in self._prefixes]))
+        return Pack(kind, tuple([(self, f"{prefix}{kind}") for prefix in self._prefixes]))
 
     @property
     def is_plain(self) -> bool:
@@ -110,7 +110,7 @@ class Projection(MatmulLayer):
         return is_whole and not self.return_bias and self._delayed_wgrads is None
 
     def _whole_weight(self) -> Tensor:
-        """The joint weight, [out_features, in_features].
+        """The packed weight, [out_features, in_features].
 
         Raises:
             RuntimeError: if a fused weight gradient would have to be written to several buffers.
@@ -121,7 +121,7 @@ class Projection(MatmulLayer):
             return weight
         weight = self._whole("weight")
         fuses = self.fuse_wgrad_accumulation
-        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_joined(self, "weight"):
+        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_packed(self, "weight"):
             parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
@@ -132,12 +132,12 @@ class Projection(MatmulLayer):
         return weight
 
     def _whole_bias(self) -> Tensor | None:
-        """The joint bias, [out_features], or None."""
+        """The packed bias, [out_features], or None."""
         bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
         return bias if bias is None or not self._is_split else self._whole("bias")
 
     def _whole(self, kind: str) -> Tensor:
-        whole = joined(self, self._joint(kind)) if is_joined(self, kind) else None
+        whole = packed_tensor(self, self._pack(kind)) if is_packed(self, kind) else None
         return torch.cat(self._parts_of(kind)) if whole is None else whole
 
     def _parts_of(self, name: str) -> list[Tensor]:

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from flatfsdp.comm.collectives import Pending
-from flatfsdp.contract.joint import Wanted, wanted_grads
 from flatfsdp.contract.main_grad import claim
 from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.packed import Wanted, wanted_grads
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recipe import SplitAccumulator
 from flatfsdp.kernels.cast.column_sum import column_sum as sum_columns
@@ -272,7 +272,7 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall, node: Node) -> Tensor
     # For a weight [in, out] it is x^T dy.
     left, right = (x, dy) if call.transposed else (dy, x)
     if wanted is Wanted.SOME:
-        # Autograd gives the requested parts of a joint their gradients.
+        # Autograd gives the requested parts of a pack their gradients.
         return gemms.wgrad(left, right, call.weight_dtype, call.split)
     if call.delayed is not None:
         call.delayed.put(call.name, partial(_compute_weight_grad, left, right, call))

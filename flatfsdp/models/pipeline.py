@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp.comm.agreement import check_same_on_all_ranks
-from flatfsdp.comm.checking.identity import RANK_TIMEOUT
+from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
 from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.replay.replayed import replayed
@@ -144,7 +144,7 @@ class LlamaPipeline:
             seed=seed,
             in_place=in_place,
             replay=replay,
-            rank_timeout=fsdp_options.get("rank_timeout", RANK_TIMEOUT),
+            timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT),
         )
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
         _check_fp8_weights(precision, recipe)
@@ -299,7 +299,7 @@ def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> No
     sizes = {f"config.{name}": value for name, value in asdict(config).items()}
     lines = [f"{name}={value!r} of LlamaPipeline" for name, value in {**sizes, **arguments}.items()]
     device = indexed(torch.device(mesh.device_mesh.device_type))
-    check_same_on_all_ranks(lines, mesh.dimensions, device, arguments["rank_timeout"])
+    check_same_on_all_ranks(lines, mesh.dimensions, device, arguments["timeout"])
 
 
 def _check_tokens(

@@ -5,7 +5,7 @@ Out:  a `Verdict`: one number on the device, which kernels read, and later the s
 Next: `fused.py` passes it to its kernels, and raises by it.
 
     norm over all ranks --finite?--> taken, 1 or 0 --> kernels: new values, or the old ones
-                        \--pinned host memory, event--> the next step waits for it, and may raise
+                        \--pinned CPU memory, event--> the next step waits for it, and may raise
 
 A non-finite norm shows on all ranks.  If no rank knows the norm of the whole model, because units are spread
 over fewer ranks than others (experts) or ranks share an ordinary layer, each rank looks at its own gradients,
@@ -113,7 +113,7 @@ class Awaited(NamedTuple):
     """A verdict on its way to the host.
 
     Attributes:
-        worst: `worst` of the verdict, in host memory.
+        worst: `worst` of the verdict, in CPU memory.
         arrived: event after its arrival; None if it has arrived.
     """
 

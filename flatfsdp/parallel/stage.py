@@ -64,7 +64,7 @@ class FlatStage(PipelineStage):
         optimizer.step()
 
     Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches,
-    FlatFSDP's `reshard_after_forward` decides whether parameters are kept or freed.  With the schedule's
+    FlatFSDP's `reshard_after_forward` decides whether parameters are resharded.  With the schedule's
     `scale_grads=True`, a step's gradients are divided by its number of microbatches after their reduction.
     Gradients from before the step are added to, and not divided again.
 
@@ -143,7 +143,7 @@ class FlatStage(PipelineStage):
         for flat_group in self._groups:
             flat_group.master.stages = pipeline
         self._pipeline = pipeline
-        self._identity = ModelIdentity(rank_timeout=outermost[0].fsdp_state.policy.rank_timeout)
+        self._identity = ModelIdentity(timeout=outermost[0].fsdp_state.policy.timeout)
         self._steps = 0
         self._stage_ranks = _stage_ranks(outermost[0], self.group)
         self._cache_fp8_weights = cache_fp8_weights
@@ -230,7 +230,7 @@ class FlatStage(PipelineStage):
             f"{schedule._n_microbatches} microbatches in it",
             f"{self.num_stages} stages in it",
         ]
-        check_same_on_all_ranks(lines, [self._pipeline], self.device, self._identity.rank_timeout)
+        check_same_on_all_ranks(lines, [self._pipeline], self.device, self._identity.timeout)
         stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
         own = {stage.stage_index: stage.ends for stage in stages if isinstance(stage, FlatStage)}
         ends: dict[int, tuple[str, str]] = {}

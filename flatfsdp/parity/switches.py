@@ -40,8 +40,8 @@ class Sharding:
 class ModelSwitch(str, Enum):
     """Switches, none of which may change a bit.
 
-    flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters freed after
-    use (ZeRO-3), or kept for a step (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
+    flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters resharded
+    after forward (ZeRO-3), or not (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
     FP32; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches as CUDA
     graphs, or eager.
     """
@@ -59,7 +59,7 @@ class ModelSwitch(str, Enum):
         names = {
             ModelSwitch.flag: ("flag off", "flag on"),
             ModelSwitch.in_place: ("wrapped", "in place"),
-            ModelSwitch.reshard: ("kept", "freed"),
+            ModelSwitch.reshard: ("not resharded", "resharded"),
             ModelSwitch.fusion: ("two passes", "fused"),
             ModelSwitch.storage: ("16-bit weights", "FP8 weights"),
             ModelSwitch.replay: ("eager", "replayed"),

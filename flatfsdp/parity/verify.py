@@ -103,7 +103,7 @@ def verify(
         parity.require()
 
     Collective over all ranks.  The model is built anew for each run.  Losses, reduced gradients of every
-    step, parameters, buffers and optimizer state are compared on every rank, and kept in host memory for
+    step, parameters, buffers and optimizer state are compared on every rank, and kept in CPU memory for
     that.  On GPUs, call `torch.use_deterministic_algorithms(True)` first: otherwise attention does not repeat
     its bits.
 

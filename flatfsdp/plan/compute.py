@@ -23,7 +23,7 @@ BOTH_WAYS = 2 * FP8_BYTES
 class Work(NamedTuple):
     """Seconds of one pass of one microbatch, by kind."""
 
-    products: float = 0.0
+    gemms: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
 
@@ -53,11 +53,11 @@ def layer(job: Job, machine: Machine) -> Passes:
     """
     z, config = Sizes.of(job), job.model
     weights = config.layer_weights // z.t
-    product = 2 * weights * z.tokens / machine.product_flops(job.precision.compute, job.recipe)
+    gemm = 2 * weights * z.tokens / machine.gemm_flops(job.precision.compute, job.recipe)
     attention = 2 * z.tokens * z.h * config.seq / z.t / machine.attention_rate(config.seq, config.head_dim)
     forward, backward = (nbytes / machine.memory_bandwidth for nbytes in _layer_bytes(job))
     gradients = weight_grad_bytes(weights, job) / machine.memory_bandwidth
-    return Passes(Work(product, attention, forward), Work(2 * product + gradients, 2 * attention, backward))
+    return Passes(Work(gemm, attention, forward), Work(2 * gemm + gradients, 2 * attention, backward))
 
 
 def _layer_bytes(job: Job) -> tuple[float, float]:
@@ -116,12 +116,12 @@ def head(job: Job, machine: Machine) -> Passes:
     """
     z = Sizes.of(job)
     weights = z.h * z.vocab // z.t
-    product = 2 * weights * z.tokens / machine.product_flops(job.precision.compute, None)
+    gemm = 2 * weights * z.tokens / machine.gemm_flops(job.precision.compute, None)
     forward = z.tokens * (z.vocab / z.t * z.c + 2 * z.h * z.c / z.s)
     backward = z.tokens * (2 * z.vocab / z.t * z.c + 3 * z.h * z.c / z.s) + weight_grad_bytes(weights, job)
     return Passes(
-        Work(product, memory=forward / machine.memory_bandwidth),
-        Work(2 * product, memory=backward / machine.memory_bandwidth),
+        Work(gemm, memory=forward / machine.memory_bandwidth),
+        Work(2 * gemm, memory=backward / machine.memory_bandwidth),
     )
 
 

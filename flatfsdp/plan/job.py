@@ -61,7 +61,7 @@ class Job:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.stores_fp8 and self.recipe is None:
             raise ValueError(
-                f"FP8 weights are for products in FP8, and precision is {self.precision.compute}; choose an "
+                f"FP8 weights are for GEMMs in FP8, and precision is {self.precision.compute}; choose an "
                 "FP8 precision, or leave FP8 weights out"
             )
         if self.stores_fp8 and isinstance(self.recipe, BlockScaling):

@@ -132,7 +132,7 @@ class Machine:
         given = {name: value * 1e9 for name, value in fields_in_gb.items() if value is not None}
         return replace(self, **given)  # type: ignore[arg-type]
 
-    def product_flops(self, dtype: torch.dtype, recipe: Recipe | None) -> float:
+    def gemm_flops(self, dtype: torch.dtype, recipe: Recipe | None) -> float:
         """The rate of GEMMs, in operations per second."""
         if recipe is not None:
             return self.fp8_block_flops if isinstance(recipe, BlockScaling) else self.fp8_flops

@@ -146,7 +146,7 @@ class RankTime:
         bare = self._bare(layer)
         busy = sum(each.forward.seconds + each.backward.seconds for each in passes) + exchanged + bare
         return {
-            "products": sum(each.forward.products + each.backward.products for each in passes),
+            "gemms": sum(each.forward.gemms + each.backward.gemms for each in passes),
             "attention": sum(each.forward.attention + each.backward.attention for each in passes),
             "memory-bound": sum(each.forward.memory + each.backward.memory for each in passes),
             EXCHANGE: exchanged,

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
@@ -84,7 +86,7 @@ class TrainSettings:
         least = (sizes[0], sizes[1] // 2 if self.interrupts else sizes[1])
         if self.precision.recipe is not None and any(size % ALIGNMENT for size in least):
             raise ValueError(
-                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 products need multiples of {ALIGNMENT}"
+                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 GEMMs need multiples of {ALIGNMENT}"
                 f"{', also of half of the tokens' if self.interrupts else ''}"
             )
         if self.replays and self.caches_weights and self.precision.recipe is not None:
@@ -181,13 +183,14 @@ def train(
 
 def _sharded(settings: TrainSettings, device: torch.device) -> Any:
     share = shard if settings.in_place else auto_wrap
+    replicates = settings.strategy is Strategy.dp and dist.is_initialized()
     return share(
         settings.build(),
         by_class(settings.unit),
         device=device,
         precision=settings.dtypes,
         reshard_after_forward=settings.strategy is Strategy.zero3,
-        shard=settings.strategy is not Strategy.dp,
+        mesh=init_device_mesh(device.type, (dist.get_world_size(), 1)) if replicates else None,
         optimize_backward_concat=settings.optimize_backward_concat,
     )
 

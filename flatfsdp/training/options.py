@@ -55,7 +55,7 @@ OfPipeline = Annotated[ScheduleName, typer.Option("--schedule", help="Schedule o
 StagesPerRank = Annotated[int, typer.Option(min=2, help="Stages on each rank, with --schedule interleaved.")]
 DPShard = Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")]
 DPReplicate = Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")]
-Zero = Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")]
+Zero = Annotated[int, typer.Option(min=2, max=3, help="3 reshards parameters after forward.")]
 OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of GEMMs.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Run microbatches as CUDA graphs; on GPUs.")]
 FP8Weights = Annotated[bool, typer.Option(help="Keep weights in FP8 in the flat buffers.")]

@@ -46,7 +46,7 @@ def reference(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleave
 
 @jit
 def _join_kernel(
-    out_ptr,  # joint projection [seq, batch, heads + 2 groups, DIM], any dtype
+    out_ptr,  # packed projection [seq, batch, heads + 2 groups, DIM], any dtype
     query_ptr,  # [seq, batch, heads, DIM], same dtype; strides below are in elements, and 1 in DIM
     key_ptr,  # [seq, batch, groups, DIM], same dtype
     value_ptr,  # [seq, batch, groups, DIM], same dtype

@@ -192,7 +192,7 @@ def rope(
 
     Args:
         x: [seq, batch, heads, dim], or [batch, seq, heads, dim] if `batch_first`; FP32, FP16 or bf16.  Only
-            its last stride has to be 1, so it may be a slice of a joint projection.
+            its last stride has to be 1, so it may be a slice of a packed projection.
         cos: FP32 [at least seq, n], contiguous; the first 2 n <= dim elements of each head are rotated.
         sin: the shape of `cos`.
         batch_first: whether the batch is the first dimension.

@@ -82,10 +82,10 @@ def block_scaled_mm(
     check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     if (a.dtype, b.dtype) != (DTYPE, DTYPE):
-        raise ValueError(f"a is {a.dtype} and b {b.dtype}; products with scaled blocks take {DTYPE} only")
+        raise ValueError(f"a is {a.dtype} and b {b.dtype}; GEMMs with scaled blocks take {DTYPE} only")
     if m % ALIGNMENT:
         raise ValueError(
-            f"a [M, K] is {tuple(a.shape)}; products with scaled blocks need a multiple of {ALIGNMENT} rows: "
+            f"a [M, K] is {tuple(a.shape)}; GEMMs with scaled blocks need a multiple of {ALIGNMENT} rows: "
             "pad the tokens, or keep this layer in bf16"
         )
     if m:

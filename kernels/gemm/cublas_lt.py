@@ -74,12 +74,12 @@ def bindings() -> Any:
     except ImportError as error:
         _log.info(
             "Weight gradients: a GEMM into an FP32 temporary, then an add; nvmath-python would let the GEMM "
-            "accumulate in place, and choose faster FP8 products (%s)",
+            "accumulate in place, and choose faster FP8 GEMMs (%s)",
             error,
         )
         return None
     _log.info(
-        "Weight gradients and FP8 products: cuBLASLt %d through nvmath-python, accumulating in place",
+        "Weight gradients and FP8 GEMMs: cuBLASLt %d through nvmath-python, accumulating in place",
         cublas_lt.get_version(),
     )
     return cublas_lt

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from flatfsdp import EMA, Precision, by_class, checkpoint
+from flatfsdp import Precision, by_class, checkpoint
+from flatfsdp.engine.ema import EMA
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
@@ -190,7 +191,7 @@ def test_the_trained_weights_are_back_where_not_all_are_written(rank: int) -> No
 
 
 def fails_on_rank_0(rank: int, _world_size: int) -> None:
-    model = net(rank_timeout=2.0)
+    model = net(timeout=2.0)
     ema, _ = trained(model, rank)
     before = checkpoint.local_state_dict(model)
     before = {name: value.clone() for name, value in before.items()}

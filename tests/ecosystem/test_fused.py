@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatfsdp import Precision, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
-from flatfsdp.contract.joint import is_joined, joined
+from flatfsdp.contract.packed import is_packed, packed_tensor
 from flatfsdp.layers import convert
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_peft, needs_transformers
@@ -52,7 +52,7 @@ def test_query_key_and_value_are_one_operand_without_a_copy() -> None:
     attention, seen = model.model.layers[0].self_attn, []
 
     def look(*_: Any) -> None:
-        weight = joined(attention, attention.declared_joints()[0])
+        weight = packed_tensor(attention, attention.packed_parameters()[0])
         assert weight is not None
         parts = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
         seen.append([each.data_ptr() for each in weight.split((32, 16, 16))])
@@ -101,7 +101,7 @@ def test_other_models_are_refused_and_stay(name: str) -> None:
 
 @needs_peft
 @on_ranks(2)
-def test_adapters_train_over_a_frozen_joint(rank: int, world_size: int) -> None:
+def test_adapters_train_over_a_frozen_pack(rank: int, world_size: int) -> None:
     import peft
 
     def adapted(module: Any) -> Any:
@@ -112,7 +112,7 @@ def test_adapters_train_over_a_frozen_joint(rank: int, world_size: int) -> None:
     model = sharded("in place", adapted(fuse(build("Llama"))), FUSED["Llama"].is_unit)
     expected = train(adapted(build("Llama")), range(world_size), is_sharded=False)
     assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :], tolerance=1e-4)
-    assert is_joined(model.base_model.model.model.layers[0].self_attn, "qkv_weight")
+    assert is_packed(model.base_model.model.model.layers[0].self_attn, "qkv_weight")
 
 
 TOO_LATE = {
@@ -215,13 +215,16 @@ def test_after_another_engine() -> None:
 def test_beside_tensor_parallel_layers(rank: int) -> None:
     """Parameters that no layer declares as split are the same on all ranks of a tp_group."""
     groups = [dist.new_group([each]) for each in range(2)]
-    options: dict[str, Any] = {"process_group": groups[rank], "tp_group": dist.group.WORLD}
+    options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(groups[rank], "cpu"),
+        "tp_group": dist.group.WORLD,
+    }
     found = []
     for flag in (True, False):
         options["optimize_backward_concat"] = flag
         model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
         found.append(train(model, [0], is_sharded=True))
-        assert is_joined(model.model.layers[0].self_attn, "qkv_weight")
+        assert is_packed(model.model.layers[0].self_attn, "qkv_weight")
     for each in (found[1], train(fuse(build("Llama")), [0], is_sharded=False)):
         assert all(torch.equal(one, other) for one, other in zip(found[0], each, strict=True))
 

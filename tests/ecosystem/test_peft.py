@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flatfsdp import shard
 from flatfsdp.compat.transformers import fuse, policy_of
-from flatfsdp.contract.joint import is_joined
+from flatfsdp.contract.packed import is_packed
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.both_forms import WAYS, sharded
@@ -59,7 +59,7 @@ def test_adapters_train(rank: int, world_size: int, form: str, way: str, flag: s
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
     assert list(found.state) == list(in_plain.state)
     base = getattr(model, "module", model).base_model.model.model.layers[0].self_attn
-    assert is_joined(base, "qkv_weight") == (form != "plain")
+    assert is_packed(base, "qkv_weight") == (form != "plain")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import Precision
 from tests.support.both_forms import WAYS, sharded
@@ -77,7 +78,7 @@ def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> 
 @on_ranks(2)
 def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit, rank_timeout=1.0)
+    model = sharded("in place", family.build(), family.is_unit, timeout=1.0)
     train_sharded(model, rank, steps=1)
     with shared_folder() as folder:
         if rank == 0:
@@ -98,14 +99,15 @@ def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
     options: dict[str, Any] = {"precision": Precision(compute=torch.bfloat16)}
     model = sharded("in place", family.build(), family.is_unit, **options)
     state = model.state_dict()
-    options["process_group"] = [dist.new_group([each]) for each in range(2)][rank]
-    alone = sharded("in place", family.build(), family.is_unit, **options)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    options["mesh"] = DeviceMesh.from_group(alone, "cpu")
+    by_itself = sharded("in place", family.build(), family.is_unit, **options)
     with shared_folder() as folder:
         model.save_pretrained(folder / "together")
         if rank == 0:
             model.save_pretrained(folder / "given", state_dict=dict(state))
         else:
-            alone.save_pretrained(folder / "alone")
+            by_itself.save_pretrained(folder / "alone")
         dist.barrier()
         for each in folder.iterdir():
             assert json.loads((each / "config.json").read_text())["dtype"] == "float32"

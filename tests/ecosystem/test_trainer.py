@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flatfsdp import Precision, shard
+from flatfsdp import Options, Precision, shard
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
@@ -475,3 +476,17 @@ def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> No
         assert torch.equal(*found)
         # Steps of two microbatches, and of one at the end of each epoch.
         assert trainer._microbatch.replays >= 6
+
+
+def test_flat_arguments_take_the_options_of_shard() -> None:
+    from flatfsdp.compat.transformers.trainer import FlatArguments
+
+    hints = get_type_hints(FlatArguments.__init__, include_extras=True)
+    assert hints["options"] == Unpack[Options]
+    assert FlatArguments(timeout=5.0, cpu_offload=True).options == {"timeout": 5.0, "cpu_offload": True}
+    with pytest.raises(TypeError, match=r"^FlatArguments\(\) got an unexpected keyword argument 'reshard'"):
+        FlatArguments(reshard=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="FlatArguments cannot do device: the Trainer says"):
+        FlatArguments(device="cpu")
+    with pytest.raises(ValueError, match="replay needs optimize_backward_concat=True"):
+        FlatArguments(replay=True, optimize_backward_concat=False)

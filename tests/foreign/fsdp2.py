@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import flatfsdp
-from flatfsdp import Precision, whole_shape
+from flatfsdp import Precision
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
 
 WITHOUT_EFFECT = (

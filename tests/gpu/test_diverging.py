@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from tests.support.gpu.marks import NEEDS_GPU
@@ -84,10 +85,11 @@ def each_case(
     """Runs each case in its own process groups, which it aborts; the default one stays intact."""
     endings = {}
     for what in cases:
-        group: dict[str, Any] = {"process_group": dist.new_group(list(range(world_size)))}
         if is_hybrid:
-            group = {"mesh": dist.init_device_mesh("cuda", (2, world_size // 2))}
-        endings[what] = trained(rank, what, reshard_after_forward=reshard, **group)
+            mesh = dist.init_device_mesh("cuda", (2, world_size // 2))
+        else:
+            mesh = DeviceMesh.from_group(dist.new_group(list(range(world_size))), "cuda")
+        endings[what] = trained(rank, what, reshard_after_forward=reshard, mesh=mesh)
         dist.barrier()
     return endings
 

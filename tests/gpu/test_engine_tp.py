@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig
@@ -18,6 +18,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import mesh_of
+from tests.support.meshes import replicating
 from tests.support.models import differing, repeatable
 from tests.support.ranks import on_ranks
 
@@ -28,7 +29,7 @@ STORED = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 IN_LAYERS = Precision(compute=torch.bfloat16, fp8_weights="in_layers")
 
 
-def build(mesh: ParallelMesh, recipe: Any = None, **options: Any) -> FlatFSDP:
+def build(mesh: ParallelMesh, recipe: Any = None, *, replicates: bool = False, **options: Any) -> FlatFSDP:
     split: dict[str, Any] = {"tp_group": mesh.tp_group} if mesh.tp_size > 1 else {}
     llama = Llama(
         CONFIG,
@@ -38,7 +39,13 @@ def build(mesh: ParallelMesh, recipe: Any = None, **options: Any) -> FlatFSDP:
         device="cuda",
         **split,
     )
-    return auto_wrap(llama, by_class(TransformerLayer), mesh=mesh.dp, **split, **options)
+    options["mesh"] = replicating(mesh.dp_group) if replicates else mesh.dp
+    return auto_wrap(
+        llama,
+        by_class(TransformerLayer),
+        **split,
+        **{"optimize_backward_concat": False, **options},
+    )
 
 
 def batches(mesh: ParallelMesh, seed: int) -> list[tuple[Tensor, Tensor]]:
@@ -76,7 +83,7 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
         {"precision": BF16, "recipe": DelayedScaling(), "grad_sync": "every"},
         {"precision": STORED, "recipe": CurrentScaling(), "reshard_after_forward": False},
         {"precision": BF16, "cpu_offload": True},
-        {"precision": BF16, "shard": False},
+        {"precision": BF16, "replicates": True},
     ],
     ids=["bf16", "fp8-every", "stored-zero2", "offload", "replicated"],
 )
@@ -85,7 +92,7 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
 def test_the_flag_changes_no_bit(options: dict[str, Any]) -> None:
     mesh = mesh_of(pp=1, tp=2)
     off, on, again = (
-        train(build(mesh, optimize_backward_concat=flag, poison_on_free=True, **options), mesh)
+        train(build(mesh, optimize_backward_concat=flag, debug=Debug(poison_on_free=True), **options), mesh)
         for flag in (False, True, True)
     )
     assert all(each.isfinite().all() for each in on)

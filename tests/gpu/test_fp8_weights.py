@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import AdamW
@@ -50,7 +50,7 @@ def step(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> None:
 
 def collectives_of_a_step(rank: int, world_size: int, reshard: bool, checked: bool) -> Counter[str]:
     """NCCL kernels by operation, after two steps of warm-up."""
-    model = build(reshard_after_forward=reshard, check_collectives=checked)
+    model = build(reshard_after_forward=reshard, debug=Debug(check_collectives=checked))
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         step(model, optimizer)

@@ -1,4 +1,4 @@
-"""Fused Hugging Face models on a GPU: bit-equal to our layers, one GEMM per joint, and no copies."""
+"""Fused Hugging Face models on a GPU: bit-equal to our layers, one GEMM per pack, and no copies."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def test_a_fused_layer_has_the_bits_of_ours(recipe: Recipe | None) -> None:
         ((attention.q_proj, attention.k_proj, attention.v_proj), "self_attention.layernorm_qkv.weight"),
         ((mlp.gate_proj, mlp.up_proj), "layernorm_mlp.fc1_weight"),
     ):
-        joint = torch.cat([part.weight.grad for part in parts])
-        assert torch.equal(joint, own.get_parameter(name).grad)
+        pack = torch.cat([part.weight.grad for part in parts])
+        assert torch.equal(pack, own.get_parameter(name).grad)
 
 
 def kernels_of(run: Callable[[], Any]) -> list[str]:
@@ -187,7 +187,7 @@ def products_of(names: list[str]) -> list[str]:
 @pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @on_ranks(1, backend="nccl")
-def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) -> None:
+def test_a_pack_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) -> None:
     """A layer's forward runs four GEMMs: q k v, out, gate and up, down; nothing is concatenated."""
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling() if fp8 else None)
     model = shard(
@@ -197,7 +197,7 @@ def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) ->
         device="cuda",
         optimize_backward_concat=flag,
     )
-    assert not any("joint" in row.buffer for row in model.memory_report().rows)
+    assert not any("pack" in row.buffer for row in model.memory_report().rows)
     ids = tokens(1)
 
     def step() -> None:
@@ -222,6 +222,6 @@ def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) ->
     if flag:
         # With the flag off autograd concatenates all gradients of a unit.
         assert len([name for name in step_names if "CatArray" in name]) < LAYERS, step_names
-    # Weight gradients of one joint are one GEMM, too: three per linear map, and three of the head.
+    # Weight gradients of one pack are one GEMM, too: three per linear map, and three of the head.
     products = products_of(step_names)
     assert len(products) <= 3 * 4 * LAYERS + 3, products

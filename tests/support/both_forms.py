@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flatfsdp
 from flatfsdp.engine.wrap import WrapPolicy
 
-WAYS = {"wrapped": flatfsdp.auto_wrap, "in place": flatfsdp.shard}
+WAYS = {
+    "wrapped": partial(flatfsdp.auto_wrap, optimize_backward_concat=False),
+    "in place": flatfsdp.shard,
+}
 
 
 def sharded(way: str, model: Any, policy: WrapPolicy, **options: Any) -> Any:

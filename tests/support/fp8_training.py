@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
 from flatfsdp.fp8 import autocast
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
+from tests.support.meshes import placed
 
 
 @contextmanager
@@ -47,7 +48,7 @@ def same_on_all_ranks(tensors: list[Tensor]) -> bool:
 
 
 def build(flag: bool = True, seed: int = 0, **options: Any) -> FlatFSDP:
-    return auto_wrap(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **options)
+    return auto_wrap(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **placed(options))
 
 
 def train(

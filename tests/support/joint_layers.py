@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.contract.joint import Joint, joined
+from flatfsdp.contract.packed import Pack, packed_tensor
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, prepare
 
@@ -30,18 +30,18 @@ class QKV(MatmulLayer):
         self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, size, bias=bias) for name, size in rows.items()})
         kinds = ("weight", "bias") if bias else ("weight",)
         self._of_kind = {
-            kind: Joint(f"qkv_{kind}", tuple((part, kind) for part in self.parts.values())) for kind in kinds
+            kind: Pack(f"qkv_{kind}", tuple((part, kind) for part in self.parts.values())) for kind in kinds
         }
         self.found: tuple[Tensor | None, ...] = ()
 
-    def declared_joints(self) -> tuple[Joint, ...]:
+    def packed_parameters(self) -> tuple[Pack, ...]:
         return tuple(self._of_kind.values())
 
     def fp8_weights(self) -> tuple[str, ...]:
         return ("qkv_weight",)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = ([*(joined(self, joint) for joint in self.declared_joints()), None])[:2]
+        weight, bias = ([*(packed_tensor(self, pack) for pack in self.packed_parameters()), None])[:2]
         self.found = (weight, bias)
         if weight is None:
             return torch.cat([part(x) for part in self.parts.values()], -1)
@@ -54,16 +54,16 @@ class OneWeight(QKV):
 
     def __init__(self, fuse: Any = True, bias: bool = True) -> None:
         super().__init__(fuse, bias)
-        tensors = {kind: torch.cat(joint.tensors()).detach() for kind, joint in self._of_kind.items()}
+        tensors = {kind: torch.cat(pack.tensors()).detach() for kind, pack in self._of_kind.items()}
         self.parts = nn.ModuleDict()
         self._of_kind = {}
         for kind, tensor in tensors.items():
             self.register_parameter(f"qkv_{kind}", nn.Parameter(tensor))
-            self._of_kind[kind] = Joint(f"qkv_{kind}", ((self, f"qkv_{kind}"),))
+            self._of_kind[kind] = Pack(f"qkv_{kind}", ((self, f"qkv_{kind}"),))
 
 
 class Layer(nn.Module):
-    """A norm, the joint projection, and a projection of their sum, with a residual connection."""
+    """A norm, the packed projection, and a projection of their sum, with a residual connection."""
 
     def __init__(self, qkv: type[QKV] = QKV, fuse: Any = True, **options: Any) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, alone: str = "") -> Tensor:
         """
         Args:
-            alone: a part that is used by itself, in place of the joint projection.
+            alone: a part that is used by itself, in place of the packed projection.
         """
         normalized = self.norm(x)
         if alone:

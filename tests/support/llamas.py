@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp import Debug
 from flatfsdp.models import Llama, LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import ParallelMesh, make_mesh
@@ -44,7 +45,7 @@ class SmallPipeline(LlamaPipeline):
     ) -> None:
         self.device = mesh.device_mesh.device_type
         fixed: dict[str, Any] = {"microbatches": MICROBATCHES, "batch": BATCH, "device": self.device}
-        super().__init__(config, mesh, schedule, **fixed, poison_on_free=True, **options)
+        super().__init__(config, mesh, schedule, **fixed, debug=Debug(poison_on_free=True), **options)
 
     def train(self) -> Trace:
         """A few steps of SGD, in which small errors stay small."""

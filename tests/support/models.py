@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, ParamSlot, auto_wrap, by_class, microbatches
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.units import named_groups
+from flatfsdp.flat.layout import ParamSlot
+from tests.support.meshes import placed
 
 VOCAB, WIDTH = 30, 20  # sizes that no alignment divides
 
@@ -50,7 +52,7 @@ class Net(nn.Module):
 
 def build(seed: int = 0, **options: Any) -> FlatFSDP:
     torch.manual_seed(seed)
-    return auto_wrap(Net(), by_class(Block), **options)
+    return auto_wrap(Net(), by_class(Block), **{"optimize_backward_concat": False, **placed(options)})
 
 
 def data(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class
 from flatfsdp.parallel import FlatStage
 from tests.support.models import VOCAB, WIDTH, Block, whole_grads
 from tests.support.ranks import cached_in_file
@@ -51,7 +51,7 @@ def mesh_of(pp: int, dp: int) -> DeviceMesh:
 
 
 def by_block(part: Part, **options: Any) -> FlatFSDP:
-    return auto_wrap(part, by_class(Block), **options)
+    return auto_wrap(part, by_class(Block), **{"optimize_backward_concat": False, **options})
 
 
 def one_by_one(part: Part, **options: Any) -> Part:
@@ -59,7 +59,7 @@ def one_by_one(part: Part, **options: Any) -> Part:
     for parent, name in ((part, "embedding"), (part, "head"), *((part.blocks, str(i)) for i in range(2))):
         child = getattr(parent, name)
         if list(child.parameters()):
-            setattr(parent, name, FlatFSDP(child, **options))
+            setattr(parent, name, FlatFSDP(child, **{"optimize_backward_concat": False, **options}))
     return part
 
 
@@ -85,7 +85,7 @@ class Pipeline:
         self.indices = [rank] if is_single else [rank, second]
         all_parts = parts(total)
         self.models = [
-            wrap(all_parts[index], mesh=self.mesh["dp"], poison_on_free=True, **options)
+            wrap(all_parts[index], mesh=self.mesh["dp"], debug=Debug(poison_on_free=True), **options)
             for index in self.indices
         ]
         hidden, logits = torch.empty(2, 7, WIDTH), torch.empty(2, 7, VOCAB)

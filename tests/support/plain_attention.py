@@ -28,13 +28,13 @@ def rows_for(layer: MultiheadAttention, state: dict[str, Tensor]) -> list[Tensor
         if prefix + "query_weight" in state:
             found.append(torch.cat([state[f"{prefix}{part}_{kind}"] for part in ("query", "key", "value")]))
             continue
-        joint = state[prefix + kind]
+        pack = state[prefix + kind]
         if layer.qkv_weight_interleaved:
             each = heads // groups
-            runs = joint.unflatten(0, (groups, each + 2, -1))
+            runs = pack.unflatten(0, (groups, each + 2, -1))
             query, key, value = runs[:, :each].flatten(1, 2), runs[:, each], runs[:, -1]
-            joint = torch.cat([part.flatten(0, 1) for part in (query, key, value)])
-        found.append(joint)
+            pack = torch.cat([part.flatten(0, 1) for part in (query, key, value)])
+        found.append(pack)
     return found
 
 
@@ -54,8 +54,8 @@ def expected_output(
         x = plain.norm(x, *norm, rms=norm[1] is None)
     weight, bias = rows_for(layer, state)
     counts = (core.num_attention_heads, core.num_gqa_groups, core.num_gqa_groups)
-    joint = (x @ weight.T + bias).unflatten(-1, (-1, core.kv_channels))
-    query, key, value = joint.split(counts, dim=-2)
+    pack = (x @ weight.T + bias).unflatten(-1, (-1, core.kv_channels))
+    query, key, value = pack.split(counts, dim=-2)
 
     def turned(x: Tensor) -> Tensor:
         return x if base is None else plain.rotated(x, base, layer.rotary_pos_interleaved)

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
+from tests.support.meshes import placed
 
 RECIPE = CurrentScaling()
 
 
 class Net(Stack):
-    """FP8 layers, and a head whose 40 rows FP8 products cannot have."""
+    """FP8 layers, and a head whose 40 rows FP8 GEMMs cannot have."""
 
     def __init__(self, fuse: Any = False, **options: Any) -> None:
         super().__init__(**options)
@@ -33,7 +34,13 @@ class Net(Stack):
 def build(in_fp8: bool, compute: torch.dtype = torch.float32, fuse: Any = False, **options: Any) -> FlatFSDP:
     net = seeded(partial(Net, fuse))
     precision = Precision(compute=compute, fp8_weights=RECIPE if in_fp8 else "in_layers")
-    return auto_wrap(net, by_class(Block), precision=precision, poison_on_free=True, **options)
+    return auto_wrap(
+        net,
+        by_class(Block),
+        precision=precision,
+        debug=Debug(poison_on_free=True),
+        **{"optimize_backward_concat": False, **placed(options)},
+    )
 
 
 def batches(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:

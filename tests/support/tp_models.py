@@ -14,6 +14,7 @@ from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.layers.shared import initialize
+from tests.support.meshes import replicating
 from tests.support.models import VOCAB, WIDTH
 from tests.support.ranks import cached_in_file
 
@@ -139,10 +140,20 @@ def data_rank(mesh: DeviceMesh) -> int:
     return dist.get_rank() // mesh["tp"].size()
 
 
-def build_tp(mesh: DeviceMesh | None, *, fused: bool = False, seed: int = 0, **options: Any) -> FlatFSDP:
+def build_tp(
+    mesh: DeviceMesh | None,
+    *,
+    fused: bool = False,
+    seed: int = 0,
+    replicates: bool = False,
+    **options: Any,
+) -> FlatFSDP:
     """Tensor-parallel over mesh["tp"]; without a mesh, not at all, over all ranks."""
     torch.manual_seed(seed)
     if mesh is not None:
-        options |= {"mesh": data_parallel(mesh), "tp_group": mesh.get_group("tp")}
+        data: Any = data_parallel(mesh)
+        if replicates:
+            data = replicating(data.get_group())
+        options |= {"mesh": data, "tp_group": mesh.get_group("tp")}
     net = ParallelNet(Ranks.of(options.get("tp_group")), fused=fused)
-    return auto_wrap(net, by_class(ParallelMLP), **options)
+    return auto_wrap(net, by_class(ParallelMLP), **{"optimize_backward_concat": False, **options})

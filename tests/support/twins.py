@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp.optim
-from flatfsdp import ParamSlot, by_class, microbatches, whole_shape
+from flatfsdp import by_class, microbatches, whole_shape
 from flatfsdp.engine.units import named_groups
 from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.flat.layout import ParamSlot
 from tests.support.both_forms import sharded
 
 WIDTH = 4

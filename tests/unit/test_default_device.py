@@ -30,7 +30,9 @@ def _default_device() -> Iterator[None]:
 def build(cpu_offload: bool = False) -> tuple[FlatFSDP, AdamW]:
     layers = nn.Sequential(Linear(32, 64, device=CPU), Linear(64, 32, device=CPU))
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = FlatFSDP(layers, device=CPU, precision=precision, cpu_offload=cpu_offload)
+    model = FlatFSDP(
+        layers, device=CPU, precision=precision, cpu_offload=cpu_offload, optimize_backward_concat=False
+    )
     return model, AdamW(model.parameters(), lr=1e-2)
 
 

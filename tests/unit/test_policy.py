@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.policy import Policy, Precision, Prefetch
+from flatfsdp.policy import Debug, Policy, Precision, Prefetch
 
 
 def make_policy(**changes: Any) -> Policy:
@@ -19,9 +19,8 @@ def make_policy(**changes: Any) -> Policy:
         "grad_sync": "last",
         "prefetch": Prefetch(),
         "cpu_offload": False,
-        "check_collectives": True,
-        "rank_timeout": 60.0,
-        "poison_on_free": False,
+        "timeout": 60.0,
+        "debug": Debug(),
     }
     return Policy(**{**choices, **changes})
 
@@ -54,9 +53,9 @@ def test_accumulation_is_fp32_unless_asked_otherwise() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, float("nan"), None])
-def test_a_rank_timeout_is_a_number_of_seconds(seconds: Any) -> None:
-    with pytest.raises(ValueError, match=r"rank_timeout is .*at least 0.001"):
-        make_policy(rank_timeout=seconds)
+def test_a_timeout_is_a_number_of_seconds(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"timeout is .*at least 0.001"):
+        make_policy(timeout=seconds)
 
 
 @pytest.mark.parametrize(("field", "depth"), [("forward", -1), ("backward", 1.5), ("backward", None)])
@@ -71,8 +70,15 @@ def test_prefetch_rejects_what_is_no_depth(field: str, depth: Any) -> None:
         ("grad_sync", "LAST", ValueError, r"grad_sync is 'LAST'; it must be one of \('last', 'every'\)"),
         ("precision", torch.bfloat16, TypeError, r"precision is torch\.bfloat16; pass Precision\("),
         ("prefetch", 2, TypeError, r"prefetch is 2; pass Prefetch\("),
+        ("debug", True, TypeError, r"debug is True; pass Debug\("),
     ],
 )
 def test_policy_names_what_it_rejects(field: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_policy(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["check_collectives", "poison_on_free"])
+def test_debug_takes_flags_only(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"Debug\.{field} is 1; it must be True or False"):
+        Debug(**{field: 1})

@@ -116,7 +116,7 @@ def _in_words(here: Mapping[int, int], model: ModelIdentity) -> str:
 
 _WAYS_OUT = (
     "Either it did something else (skipped a microbatch, caught an exception, ended), or it was only slow "
-    "(it saves, loads data or compiles): then pass a larger rank_timeout= to FlatFSDP or shard, in seconds, "
+    "(it saves, loads data or compiles): then pass a larger timeout= to FlatFSDP or shard, in seconds, "
     "or a larger timeout to init_process_group if that is what has passed. "
     "The process group cannot be used any more; start again from the last checkpoint."
 )

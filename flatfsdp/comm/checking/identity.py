@@ -4,12 +4,14 @@ In:   the action, the unit and the microbatch that the engine is about to gather
 Out:  a number that must be equal on all ranks of a launch, and a message for two that differ.
 Next: `journal.py` sends the numbers along and compares them.
 
-    bit 62                                            0
-    | action 5 | model 16 | unit 12 | step 15 || microbatch 15 |
-      compared                                  reported
+    bit 62                                                       0
+    | action 5 | model 12 | unit 12 | step 15 || microbatch 10 | check 9 |
+      compared                                   reported        of all bits before
 
 The microbatch is reported but not compared: under ZeRO-2 ranks may correctly run different numbers of
 microbatches and add up what they have.  The step number counts reduced steps, which take all ranks.
+
+The last bits tell a number from one that has arrived in part only, and from bytes of a payload.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from typing import NamedTuple
 
 from flatfsdp.comm.ranks import Ranks
 
-_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 15, 1 << 15
+_MODELS, _UNITS, _STEPS, _MICROBATCHES, _CHECKS = 1 << 12, 1 << 12, 1 << 15, 1 << 10, 1 << 9
 
-RANK_TIMEOUT = 60.0
+_PRIME = 509
+"""The check is the remainder by the largest prime below `_CHECKS`: any byte that differs changes it."""
+
+DEFAULT_TIMEOUT = 60.0
 """Default number of seconds that a rank waits for others."""
 
 FIRST_STEP = 5
@@ -106,14 +111,14 @@ class ModelIdentity:
         units: names of the units, in registration order.
         data_parallel: communicators that layers do not use.
         communicators: all communicators that the engine uses for this model.
-        rank_timeout: seconds that a rank waits for others; None: as long as the process group allows.
+        timeout: seconds that a rank waits for others; None: as long as the process group allows.
     """
 
     number: int = 0
     units: Sequence[str] = ()
     data_parallel: Sequence[Ranks] = ()
     communicators: Sequence[Ranks] = ()
-    rank_timeout: float | None = None
+    timeout: float | None = None
 
 
 class Identity(NamedTuple):
@@ -143,7 +148,7 @@ class Identity(NamedTuple):
     @property
     def limit(self) -> float | None:
         """Seconds that a rank waits for the others; None: as long as the process group allows."""
-        limit = self.model.rank_timeout
+        limit = self.model.timeout
         if limit is None or math.isinf(limit):
             return None
         is_early = self.is_early
@@ -159,12 +164,19 @@ class Identity(NamedTuple):
         number = self.action * _MODELS + model % _MODELS
         number = number * _UNITS + self.unit % _UNITS
         number = number * _STEPS + self.step % _STEPS
-        return number * _MICROBATCHES + self.microbatch % _MICROBATCHES
+        number = number * _MICROBATCHES + self.microbatch % _MICROBATCHES
+        return number * _CHECKS + number % _PRIME
 
 
 def compared(number: int) -> int:
     """The part of a number that must be equal on all ranks of a launch."""
-    return number // _MICROBATCHES
+    return number // (_MICROBATCHES * _CHECKS)
+
+
+def is_whole(number: int) -> bool:
+    """Whether this is a number that a rank has sent; false for a part of one, and for most other bytes."""
+    rest, check = divmod(number, _CHECKS)
+    return number > 0 and rest % _PRIME == check
 
 
 class Difference(NamedTuple):
@@ -215,7 +227,7 @@ _ADVICE_ON_SIZES = "Ranks that share layers (tensor parallelism) have to be give
 
 
 def _is_of_sizes(number: int) -> bool:
-    return number // (_MICROBATCHES * _STEPS * _UNITS * _MODELS) in (Action.INPUTS, Action.EXCHANGE)
+    return compared(number) // (_STEPS * _UNITS * _MODELS) in (Action.INPUTS, Action.EXCHANGE)
 
 
 def described(number: int, model: ModelIdentity) -> str:
@@ -224,11 +236,11 @@ def described(number: int, model: ModelIdentity) -> str:
     Args:
         model: model whose unit names the message uses.
     """
-    rest, microbatch = divmod(number, _MICROBATCHES)
+    rest, microbatch = divmod(number // _CHECKS, _MICROBATCHES)
     rest, step = divmod(rest, _STEPS)
     rest, unit = divmod(rest, _UNITS)
     action, model_number = divmod(rest, _MODELS)
-    if action not in list(Action):
+    if not is_whole(number) or action not in list(Action):
         # NCCL has put something else here: its launches run by size, so numbers meet payloads.
         return "does something of another size"
     names = model.units if model_number == model.number % _MODELS else ()

@@ -9,7 +9,7 @@ different orders would train with a mix of two layers.
 
     gloo   the numbers travel first, and the host compares them before the payload starts; it waits for other
            ranks as long as `Identity.limit` says, and `absence.py` finds out which ranks did not come
-    NCCL   the numbers travel in the same launch, straight into pinned host memory; the host looks there
+    NCCL   the numbers travel in the same launch, straight into pinned CPU memory; the host looks there
            whenever it is in the engine anyway, so nothing waits for the device
 
 With NCCL, collectives that have met have run by then, so the communicators are aborted before the error is
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from flatfsdp.comm.checking.abort import abort
 from flatfsdp.comm.checking.absence import why_in_vain
-from flatfsdp.comm.checking.identity import OF_LAYERS, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.checking.identity import OF_LAYERS, Difference, Identity, ModelIdentity, compared, is_whole
 from flatfsdp.comm.checking.launches import Launches, UnderWay
 from flatfsdp.comm.checking.pinned import on_gpu
 from flatfsdp.comm.checking.watch import announce, watch
@@ -47,8 +47,9 @@ from flatfsdp.torch_private import time_limit, timeout_of
 ROWS = 1024
 """Largest number of NCCL launches in flight before the host waits for the device."""
 
-SETTLING = 0.002
-"""Seconds within which a number that has begun to arrive is complete."""
+SETTLING = 1.0
+"""Seconds within which a number that has begun to arrive is whole.  Other processes on a GPU may take their
+turn while half of one is written; after this time it counts as bytes of a payload."""
 
 ALARM_LASTS = timedelta(seconds=10)
 """Seconds during which a rank that stops tries, in the background, to tell others why."""
@@ -249,7 +250,7 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
 class DeviceJournal:
     """Journal of the launches over one communicator, whose purposes are sent with the payload.
 
-    The row of a launch in host memory holds one number a rank, 0 until it arrives.
+    The row of a launch in CPU memory holds one number a rank, 0 until it arrives.
 
     Attributes:
         launches: launches in flight over all communicators of these ranks.
@@ -341,8 +342,10 @@ class DeviceJournal:
         is_alike = compared(int(known.min())) == compared(int(known.max()))
         if is_alike and not (is_over and len(known) < len(numbers)):
             return None
-        # NCCL writes a number byte by byte: a half-written one has changed a moment later.
-        time.sleep(SETTLING)
+        # NCCL writes a number byte by byte, so part of one looks like another number.
+        deadline = time.monotonic() + SETTLING
+        while not all(map(is_whole, numbers[numbers != 0].tolist())) and time.monotonic() < deadline:
+            time.sleep(0.001)
         return Difference.among(numbers.tolist(), self._ranks, is_over=is_over)
 
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:

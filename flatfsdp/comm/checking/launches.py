@@ -29,7 +29,7 @@ class UnderWay(NamedTuple):
     """A launch in flight, and the place where its numbers arrive.
 
     Attributes:
-        number: index of the row in host memory.
+        number: index of the row in CPU memory.
         launch: index among all launches of these ranks.
         alike: the row's bytes once all ranks have sent the same number.
         since: time of the launch on the monotonic clock, in seconds.

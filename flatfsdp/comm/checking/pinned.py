@@ -1,4 +1,4 @@
-"""Pinned host memory that a GPU writes to, so that the host sees what arrives without waiting."""
+"""Pinned CPU memory that a GPU writes to, so that the host sees what arrives without waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
-    """Maps pinned host memory, int64 and contiguous, to a tensor on `device` without a copy.
+    """Maps pinned CPU memory, int64 and contiguous, to a tensor on `device` without a copy.
 
     NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
 
@@ -17,8 +17,8 @@ def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
     alias = torch.as_tensor(_CudaArray(pinned), device=device)
     if alias.data_ptr() != pinned.data_ptr():
         raise RuntimeError(
-            f"pinned host memory is not addressable on {device}, where collectives say what they are for; "
-            "pass check_collectives=False to FlatFSDP"
+            f"pinned CPU memory is not addressable on {device}, where collectives say what they are for; "
+            "pass debug=Debug(check_collectives=False)"
         )
     return alias
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.options import Options
 from flatfsdp.engine.wrap import WrapPolicy
 
 
@@ -64,7 +65,7 @@ class FlatAccelerator(Accelerator):
     Args:
         policy: which modules become units; None: the layers that a Hugging Face model names
             (`flatfsdp.compat.transformers.policy_of`).
-        shard_options: options of `flatfsdp.shard`, such as `reshard_after_forward`.  With
+        shard_options: `Options` of `flatfsdp.shard`, such as `reshard_after_forward`.  With
             mixed_precision="bf16", `precision` defaults to Precision(compute=torch.bfloat16).
         options: options of Accelerator, by name.
 
@@ -81,11 +82,11 @@ class FlatAccelerator(Accelerator):
         self,
         *,
         policy: WrapPolicy | None = None,
-        shard_options: Mapping[str, Any] | None = None,
+        shard_options: Options | None = None,
         **options: Any,
     ) -> None:
         require_possible(options)
-        self._shard_options = dict(shard_options or {})
+        self._shard_options: Options = {} if shard_options is None else {**shard_options}
         require_shardable(self._shard_options)
         self._policy = policy
         self._renamed = Renamed()
@@ -139,7 +140,7 @@ class FlatAccelerator(Accelerator):
             ValueError: if it has state of whole parameters, or was made before `flatfsdp.shard`.
         """
         self._renamed.hand_to(states.plain_optimizer(optimizer))
-        # Shards stay where they are, which may be host memory.
+        # Shards stay where they are, which may be CPU memory.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +182,13 @@ class FlatAccelerator(Accelerator):
         _warn_of_batch_norm(model, self.num_processes)
         before = dict(model.named_parameters(remove_duplicate=False))
         # As under DistributedDataParallel: programs need not seed all ranks alike.
-        options = {
+        options: Options = {
             "precision": precision_of(self.mixed_precision),
             "sync_module_states": True,
             **self._shard_options,
+            "device": self._engine_device,
         }
-        shard(model, policy, device=self._engine_device, **options)
+        shard(model, policy, **options)
         self._renamed.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self._plain_optimizers(self._optimizers):
             self._renamed.hand_to(optimizer)
@@ -252,7 +254,7 @@ class FlatAccelerator(Accelerator):
     # ---- whole parameters -------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors on all ranks; those of a sharded model are in host memory.  Collective."""
+        """Whole tensors on all ranks; those of a sharded model are in CPU memory.  Collective."""
         if is_unit(model):
             self._meet(model, "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))
@@ -434,7 +436,7 @@ class FlatAccelerator(Accelerator):
     def _meet(self, model: Any, doing: str) -> tuple[Ranks, torch.device]:
         """Waits until all ranks do this; returns the ranks and the device of their communication."""
         world, device = world_of(model)
-        meet(world, doing, model.fsdp_state.policy.rank_timeout)
+        meet(world, doing, model.fsdp_state.policy.timeout)
         return world, device
 
     def _same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flatfsdp.engine.in_place.options import require_known
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.policy import Precision
 
 _ENGINE = "FlatFSDP shards and reduces; leave the other engine out"
@@ -66,17 +66,15 @@ def _asked(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"the comm_hook {hook}", "say in which dtype gradients travel: Precision(reduce=...)"
 
 
-def require_shardable(shard_options: Mapping[str, Any]) -> None:
+def require_shardable(shard_options: Options) -> None:
     """Checks options of `shard` that apply to every model.
 
     Raises:
         TypeError: for an unknown option.
         ValueError: for one that Accelerate determines.
     """
-    require_known(
-        {name: value for name, value in shard_options.items() if name != "optimize_backward_concat"}
-    )
-    for name in ("device", "process_group", "tp_group"):
+    require_known("shard", shard_options)
+    for name in ("device", "mesh", "tp_group"):
         if shard_options.get(name) is not None:
             raise ValueError(f"FlatAccelerator cannot do shard_options[{name!r}]: {_RANKS}")
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from flatfsdp import checkpoint
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.compat.fairscale import optim_state, options
-from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
+from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
@@ -49,7 +49,7 @@ class FullyShardedDataParallel(FlatFSDP):
             parameters without mixed_precision, the reduced gradient is in `main_grad` of the flat parameters,
             and `grad` stays None.
         flatten_parameters: only True.
-        move_params_to_cpu: keep shards, gradients and optimizer in host memory.
+        move_params_to_cpu: keep shards, gradients and optimizer in CPU memory.
         compute_dtype: default: FP16 in mixed precision, else the parameters' dtype.
         buffer_dtype: dtype of floating-point buffers; default: compute_dtype.
         move_grads_to_cpu: the value of move_params_to_cpu, or None.
@@ -137,11 +137,10 @@ class FullyShardedDataParallel(FlatFSDP):
         )
         super().__init__(
             module,
-            process_group,
+            mesh=mesh_of(process_group, shard=shard),
             device=options.choose_device(compute_device, parameters, process_group),
             precision=precision,
             cast_inputs=False,
-            shard=shard,
             reshard_after_forward=reshard_after_forward,
             optimize_backward_concat=optimize_backward_concat,
             cpu_offload=offload,
@@ -214,7 +213,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether shards are kept in host memory."""
+        """Whether shards are kept in CPU memory."""
         return self.move_params_to_cpu
 
     @property

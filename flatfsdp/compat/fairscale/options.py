@@ -26,7 +26,7 @@ def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gathe
         )
     if getattr(offload_config, "offload_type", offload_config) is not None:
         raise NotImplementedError(
-            "offload_config is not supported: shards are kept on the device or in host memory, not on disk; "
+            "offload_config is not supported: shards are kept on the device or in CPU memory, not on disk; "
             "use move_params_to_cpu=True"
         )
     if fp8_all_gather:
@@ -37,7 +37,7 @@ def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gathe
 
 
 def choose_cpu_offload(move_params_to_cpu: bool, cpu_offload: bool, move_grads_to_cpu: bool | None) -> bool:
-    """Whether shards and gradients are kept in host memory, where the optimizer then runs.
+    """Whether shards and gradients are kept in CPU memory, where the optimizer then runs.
 
     Raises:
         ValueError: if only one of parameters and gradients would be offloaded.

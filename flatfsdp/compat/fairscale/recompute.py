@@ -69,7 +69,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
 
     Args:
         module: the module; changed in place.
-        offload_to_cpu: keep its input tensors in (pinned) host memory until the backward.
+        offload_to_cpu: keep its input tensors in (pinned) CPU memory until the backward.
     """
     module.forward = _CheckpointedForward(module, offload_to_cpu)
     return module

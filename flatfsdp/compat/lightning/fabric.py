@@ -123,7 +123,7 @@ class FlatFSDPStrategy(DDPStrategy):
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Moves nothing for a FlatFSDP module: it is on its device, even if its shards are in host memory."""
+        """Moves nothing for a FlatFSDP module: it is on its device, even if its shards are in CPU memory."""
         if not isinstance(module, UnitMethods):
             super().module_to_device(module)
 

@@ -23,8 +23,8 @@ from flatfsdp.compat.lightning.shared import open_folder, require_current, requi
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
-from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.units import units_in
 from flatfsdp.engine.wrap import WrapPolicy
 
@@ -73,9 +73,9 @@ class FlatFSDPStrategy(DDPStrategy):
         overwrite: whether a checkpoint replaces another one in its folder; the old one stays loadable until
             the new one is complete.
         process_group_backend: backend, as for Lightning's DDPStrategy.
-        timeout: timeout of collectives, as for Lightning's DDPStrategy.
+        process_group_timeout: timeout of the process group, which DDPStrategy calls timeout.
         start_method: how processes are started, as for Lightning's DDPStrategy.
-        options: options of `shard`, such as `precision`, but no `device`, which is the Trainer's.
+        options: `Options` of `shard`, such as `precision`, but no `device`, which is the Trainer's.
 
     Attributes:
         ema: an average of the module's weights, saved in checkpoints and restored by `fit`; set it in a
@@ -91,14 +91,16 @@ class FlatFSDPStrategy(DDPStrategy):
         *,
         overwrite: bool = True,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        process_group_timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **options: Unpack[ShardOptions],
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
+            process_group_backend=process_group_backend,
+            timeout=process_group_timeout,
+            start_method=start_method,
         )
-        require_known(options)
+        require_known("FlatFSDPStrategy", options)
         if "device" in options:
             raise TypeError(
                 "FlatFSDPStrategy has no option device; the Trainer has accelerator= and devices="
@@ -142,7 +144,7 @@ class FlatFSDPStrategy(DDPStrategy):
             if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
                 raise NotImplementedError(
                     f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
-                    "shards it; keep a flatfsdp.EMA in a callback"
+                    "shards it; keep an EMA of flatfsdp.engine.ema in a callback"
                 )
         for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             # Now, rather than in the first save.

@@ -144,7 +144,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
             return
         state = unit_of(module).fsdp_state
         for ranks in state.grid.dimensions:
-            meet(ranks, "save_pretrained", state.policy.rank_timeout)
+            meet(ranks, "save_pretrained", state.policy.timeout)
         problem = None
         root_of(unit_of(module))
         units = list(dict.fromkeys(unit for _, unit in units_in(unit_of(module))))

@@ -22,9 +22,9 @@ from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
-from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.transformer_engine import let_compute
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
@@ -33,20 +33,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @answering(OPTIONS)
-def shard(
-    module: M,
-    policy: WrapPolicy | None = None,
-    *,
-    optimize_backward_concat: bool = True,
-    **options: Unpack[ShardOptions],
-) -> M:
+def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options]) -> M:
     """Shards a module's parameters over ranks, in place: class, methods and names stay what they are.
 
         model = shard(model, by_class(LlamaDecoderLayer))
         optimizer = torch.optim.AdamW(model.parameters())
         model(tokens).loss.backward()
 
-    `named_parameters()` lists each parameter under its own name, as this rank's part of it: 1-D, in master
+    `named_parameters()` lists each parameter under its own name, as its local shard: 1-D, in master
     precision, empty where the rank has none of it.  Gradients come to the `.grad` of these.  An attribute,
     such as `module.weight`, is the whole parameter while its unit computes, and reads as NaN otherwise.
 
@@ -57,11 +51,10 @@ def shard(
     Args:
         module: module to shard, the same on all ranks.
         policy: `by_class`, `by_size`, or any callable of (name, module, numel), as for `auto_wrap`.  Every
-            module that it picks becomes a unit: gathered, freed and reduced as a whole.  None makes one unit
-            of the module, with everything inside that is not sharded yet.
-        optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced, and
-            `module.weight` is a Parameter; False is the baseline, in which autograd concatenates gradients.
-        options: the other options of `FlatFSDP`, listed in `ShardOptions`.
+            module that it picks becomes a unit: gathered, resharded and reduced as a whole.  None makes
+            one unit of the module, with everything inside that is not sharded yet.
+        options: ranks, dtypes and other settings, by name: see `Options`.  With
+            optimize_backward_concat=True, the default, `module.weight` is a Parameter.
 
     Returns:
         `module`.
@@ -72,7 +65,7 @@ def shard(
         ValueError: if the policy picks nothing; if parameters cannot be sharded, see `FlatFSDP`; if the
             module is sharded or wrapped already, or is never called.
     """
-    require_known(options)
+    require_known("shard", options)
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"shard takes a module, and then the policy, not a {type(module).__name__} first. Several "
@@ -89,7 +82,7 @@ def shard(
         _require_shardable(each)
 
     def make(part: nn.Module) -> UnitModule:
-        return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
+        return _make_unit(part, **options)
 
     make_units(picked, make)
     make(module)
@@ -141,7 +134,7 @@ def _require_shardable(module: nn.Module) -> None:
             require_mixable(below, FlatFSDPPart)
 
 
-def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
+def _make_unit(module: nn.Module, **options: Unpack[Options]) -> UnitModule:
     inside = [each for _, each in units_in(module)]
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]

@@ -67,7 +67,7 @@ def _require_together(group: FlatGroup, shown: list[bool], listed: list[bool]) -
     if changed in shown:
         name = f"parameter {group.prefix}{group.layout.slots[shown.index(changed)].name}"
     elif changed in listed:
-        name = f"an optimizer's portion of unit {group.name}"
+        name = f"an optimizer's local shard of unit {group.name}"
     else:
         return
     raise RuntimeError(

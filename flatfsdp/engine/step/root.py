@@ -58,7 +58,7 @@ class Root:
 
     Args:
         number: number of the model, the same on all ranks.
-        rank_timeout: seconds that a rank waits for the others in a gather or reduction.
+        timeout: seconds that a rank waits for the others in a gather or reduction.
 
     Attributes:
         units: units in registration order, the root module's own first.
@@ -80,7 +80,7 @@ class Root:
         microbatch: Microbatch,
         ledger: ByteLedger,
         number: int,
-        rank_timeout: float,
+        timeout: float,
     ) -> None:
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
@@ -104,9 +104,9 @@ class Root:
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
-        self._model = self._join(number, rank_timeout)
+        self._model = self._join(number, timeout)
 
-    def _join(self, number: int, rank_timeout: float) -> ModelIdentity:
+    def _join(self, number: int, timeout: float) -> ModelIdentity:
         """Gives all groups what they share, and makes replicas equal.  Collective."""
         for group in self.groups:
             group.attach(self.microbatch, self.ledger, self.scales, self.changes)
@@ -116,7 +116,7 @@ class Root:
             units=[next((group.name for group in unit.groups), "") for unit in self.units],
             data_parallel=_several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
             communicators=_several(ranks for grid in grids for ranks in grid.dimensions),
-            rank_timeout=rank_timeout,
+            timeout=timeout,
         )
         for index, unit in enumerate(self.units):
             for group in unit.groups:

@@ -336,7 +336,7 @@ class Unit:
     ) -> None:
         for group, version in zip(self.groups, versions, strict=True):
             group.require_version(version)
-        # autograd notices most such writes, but not those to parts of a joint: it has saved the joint.
+        # autograd notices most such writes, but not those to parts of a pack: it has saved the pack.
         self.writes.require_none()
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
@@ -377,10 +377,10 @@ class Unit:
         """
         if group.state is ShardState.SHARDED:
             raise RuntimeError(
-                f"a gradient of unit {group.name} was computed while its parameters were freed, from NaN in "
-                "their place: its forward has handed out a tensor beside its outputs (through a closure or a "
-                "global list), or a loss was made of module.weight outside of the forward; return the tensor "
-                "from the forward, or set it as an attribute of a module in the unit"
+                f"a gradient of unit {group.name} was computed while its parameters were sharded, from NaN "
+                "in their place: its forward has handed out a tensor beside its outputs (through a closure "
+                "or a global list), or a loss was made of module.weight outside of the forward; return the "
+                "tensor from the forward, or set it as an attribute of a module in the unit"
             )
         by_group = self._landed.get(running_backward())
         if by_group is None:

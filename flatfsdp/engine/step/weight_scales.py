@@ -6,7 +6,7 @@ Next: `engine/storage/group.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 
-Weights that are one operand (`flat/joints.py`) share one scale, from the largest amax among them.
+Weights that are one operand (`flat/packing.py`) share one scale, from the largest amax among them.
 
 Nothing is remembered from step to step, so a checkpoint has nothing to save of them.
 """

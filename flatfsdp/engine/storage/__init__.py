@@ -10,5 +10,5 @@
     partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
 
 Parameters are stored in the compute dtype, or in FP8.  With `cpu_offload` the master shard and its gradient
-are in host memory.
+are in CPU memory.
 """

@@ -11,7 +11,7 @@ Next: `engine/step/unit.py` counts what has landed.
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
     take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
-    joint      the tensor that layers read in place of several parameters, see `join_parts.py`
+    pack      the tensor that layers read in place of several parameters, see `packed_parts.py`
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
+from flatfsdp.engine.storage.packed_parts import PackedTensors
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import (
@@ -53,7 +53,7 @@ class Leaves:
         landed: called with the slot's index once a gradient is in `main_grad`.
 
     Attributes:
-        joints: what layers have in place of several parameters.
+        packs: what layers have in place of several parameters.
         trained: for each slot, whether graphs of coming forwards lead to its parameter.
     """
 
@@ -70,10 +70,10 @@ class Leaves:
         self._landed = landed
         self._parameters = parameters
         self.trained = [main_grad is not None] * len(parameters)
-        self.joints = JointTensors(binding.layout, unsharded)
+        self.packs = PackedTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
         self._absent = _Absent(binding.layout, unsharded)
-        # Graphs save the parameters, views of them, and joints, which count with the buffer.
+        # Graphs save the parameters, views of them, and packs, which count with the buffer.
         self._counters = (*parameters, unsharded)
         mark_freed(self._counters)
         self._is_concealed = True
@@ -89,12 +89,12 @@ class Leaves:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(weakly(self, Leaves._land, index))
         main_grad.expose(self._parameters)
-        self.joints.train(self._parameters, main_grad)
+        self.packs.train(self._parameters, main_grad)
 
-    def remake_joints(self) -> None:
+    def remake_packs(self) -> None:
         """Makes new autograd nodes, whose backward runs on the current stream."""
         assert self._main_grad is not None
-        self.joints.train(self._parameters, self._main_grad)
+        self.packs.train(self._parameters, self._main_grad)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
@@ -142,14 +142,14 @@ class Leaves:
         mark_freed(self._counters)
         self._is_concealed = True
 
-    def joint(self, index: int) -> Tensor | None:
-        """What layers read in place of the parts of joint `index`.
+    def pack(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of pack `index`.
 
         None while those are whole parameters, and if some of them are frozen, and others trained.
         """
         if self._binding.is_registered:
             return None
-        return self.joints.get(index, is_there=not self._is_concealed, trained=self.trained)
+        return self.packs.get(index, is_there=not self._is_concealed, trained=self.trained)
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
@@ -179,7 +179,7 @@ class Views:
     land at once.
 
     Attributes:
-        joints: what layers have in place of several parameters.
+        packs: what layers have in place of several parameters.
         trained: for each slot, whether coming forwards see a view that leads to the leaf.
 
     Raises:
@@ -200,7 +200,7 @@ class Views:
         self._absent = _Absent(binding.layout, unsharded)
         self._places = binding.layout.views(unsharded)
         self._frozen_views = binding.layout.views(unsharded)
-        self.joints = JointTensors(binding.layout, unsharded)
+        self.packs = PackedTensors(binding.layout, unsharded)
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
         self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(weakly(self, Views._land))
@@ -213,7 +213,7 @@ class Views:
             # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
             view.register_hook(weakly(self, Views._arrive, index))
-        self.joints.train(self._views, main_grad)
+        self.packs.train(self._views, main_grad)
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow([True] * len(self._views))
@@ -276,14 +276,14 @@ class Views:
         mark_freed((self._leaf,))
         self.rebind()
 
-    def joint(self, index: int) -> Tensor | None:
-        """What layers read in place of the parts of joint `index`.
+    def pack(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of pack `index`.
 
         None while those are whole parameters, and if some of them are frozen, and others trained.
         """
         if self._binding.is_registered:
             return None
-        return self.joints.get(index, is_there=not self._is_concealed, trained=self.trained)
+        return self.packs.get(index, is_there=not self._is_concealed, trained=self.trained)
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""

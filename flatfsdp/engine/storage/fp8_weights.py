@@ -63,7 +63,7 @@ class FP8Weights:
         through: dtype that master values are rounded to before the cast.
 
     Attributes:
-        columnwise: transposes of the weights, and of joints as a whole, in the weights' layout.
+        columnwise: transposes of the weights, and of packs as a whole, in the weights' layout.
         amax: amaxes of this rank's pieces, FP32 [slots].
         scales: scales of all slots, at a fixed address.
     """
@@ -78,8 +78,8 @@ class FP8Weights:
         poison: bool,
     ) -> None:
         self._slots = layout.slots
-        self._joints = layout.joints
-        self._joint_of = {slot: joint for joint in layout.joints for slot in joint.slots}
+        self._packs = layout.packs
+        self._pack_of = {slot: pack for pack in layout.packs for slot in pack.slots}
         self._runs = layout.runs
         self._pieces = layout.pieces(ranks.rank, ranks.size)
         runs = [(piece.shard_offset, piece.shard_offset + piece.stop - piece.start) for piece in self._pieces]
@@ -98,16 +98,16 @@ class FP8Weights:
         self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
         singles = one_by_one(self.scales)
         forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
-        # The scales of a joint's parts are equal.
+        # The scales of a pack's parts are equal.
         self._operands = {
             first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
             for (first, _), rowwise, columnwise in forms
         }
 
     def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """Cuts a flat buffer into operands of GEMMs: joints, and single weights, in order."""
+        """Cuts a flat buffer into operands of GEMMs: packs, and single weights, in order."""
         views = dict(enumerate(layout.views(flat)))
-        views.update((j.first, view) for j, view in zip(self._joints, layout.joint_views(flat), strict=True))
+        views.update((j.first, view) for j, view in zip(self._packs, layout.pack_views(flat), strict=True))
         return [views[first] for first, _ in self._runs]
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
@@ -120,7 +120,7 @@ class FP8Weights:
         """Takes the scales from `WeightScales`, once a step; no backward of an earlier step may follow.
 
         Args:
-            scales: scales of the slots; equal within a joint.
+            scales: scales of the slots; equal within a pack.
         """
         for own, new in zip(self.scales, scales, strict=True):
             own.copy_(new)
@@ -175,22 +175,22 @@ class FP8Weights:
         """Weight `index` as an operand of GEMMs.
 
         Its memory exists while the group is unsharded, that of the columnwise form only in the backward.  For
-        a part of a joint, the columnwise form is a copy of a slice of the joint's, made here.
+        a part of a pack, the columnwise form is a copy of a slice of the pack's, made here.
         """
-        joint = self._joint_of.get(index)
-        if joint is None:
+        pack = self._pack_of.get(index)
+        if pack is None:
             return self._operands[index]
-        whole = self._operands[joint.first]
-        first_row = sum(slot.shape[0] for slot in self._slots[joint.first : index])
+        whole = self._operands[pack.first]
+        first_row = sum(slot.shape[0] for slot in self._slots[pack.first : index])
         columnwise = None
         if self.columnwise.is_allocated:
             assert whole.columnwise is not None
             columnwise = whole.columnwise.narrow(1, first_row, self._slots[index].shape[0]).contiguous()
         return whole._replace(rowwise=self._rowwise_views[index], columnwise=columnwise)
 
-    def joint_operand(self, index: int) -> Operand:
-        """Joint `index` as an operand of GEMMs; see `operand`."""
-        return self._operands[self._joints[index].first]
+    def pack_operand(self, index: int) -> Operand:
+        """Pack `index` as an operand of GEMMs; see `operand`."""
+        return self._operands[self._packs[index].first]
 
     def allocate_columnwise(self) -> bool:
         """Allocates memory for the transposes; False if they are there already."""

@@ -101,8 +101,8 @@ class NormsOverRanks:
         masters = [master for master in (each() for each in self._masters) if master is not None]
         if any(master.is_cut for master in masters):
             raise RuntimeError(
-                "a norm was asked of the gradient of a portion that flatfsdp.param_groups has cut, and other "
-                "ranks have other portions; use model.clip_grad_norm_(max_norm), or max_grad_norm= of "
+                "a norm was asked of the gradient of a local shard that flatfsdp.param_groups has cut, and "
+                "other ranks have others; use model.clip_grad_norm_(max_norm), or max_grad_norm= of "
                 "flatfsdp.optim, which know the norm of all"
             )
         if any(master.stages.size > 1 for master in masters):

@@ -33,8 +33,8 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
 from flatfsdp.contract.flat_shard import Moved
-from flatfsdp.contract.joint import leave_joined
 from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.contract.packed import leave_packed
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.changes import Changes
@@ -205,10 +205,10 @@ class FlatGroup:
         if num_shards == 1:
             return None
         numel = self.layout.padded_numel(num_shards)
-        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.poison_on_free)
+        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.debug.poison_on_free)
 
     def _new_fp8(self, unsharded: Tensor) -> FP8Weights:
-        through, poison = self.policy.precision.compute, self.policy.poison_on_free
+        through, poison = self.policy.precision.compute, self.policy.debug.poison_on_free
         return FP8Weights(self.layout, self.grid.shard, unsharded, through, poison=poison)
 
     def _new_main_grad(self) -> MainGrad:
@@ -219,7 +219,7 @@ class FlatGroup:
             self.master.device,
             self.microbatch,
             self.ledger,
-            poison=self.policy.poison_on_free,
+            poison=self.policy.debug.poison_on_free,
         )
         main_grad.changes = self.changes
         return main_grad
@@ -240,16 +240,16 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
-        self._leave_joint_operands(params)
-        for index, owners in enumerate(self.binding.joint_owners):
+        self._leave_pack_operands(params)
+        for index, owners in enumerate(self.binding.pack_owners):
             for owner, name in owners:
-                leave_joined(owner, name, partial(params.joint, index))
+                leave_packed(owner, name, partial(params.pack, index))
         return params
 
-    def _leave_joint_operands(self, params: Leaves | Views) -> None:
+    def _leave_pack_operands(self, params: Leaves | Views) -> None:
         if self.fp8 is not None:
-            for index, joint in (each for of_all in params.joints.shown for each in enumerate(of_all)):
-                FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
+            for index, pack in (each for of_all in params.packs.shown for each in enumerate(of_all)):
+                FP8_OPERAND.leave(pack, partial(self.fp8.pack_operand, index))
 
     # ---- addresses for good (`engine/replay`) -----------------------------------------------------------
 
@@ -281,9 +281,9 @@ class FlatGroup:
 
     def follow_stream(self) -> None:
         """Makes autograd nodes anew: their backward runs on the stream that made them."""
-        if isinstance(self.params, Leaves) and self.main_grad is not None and self.layout.joints:
-            self.params.remake_joints()
-            self._leave_joint_operands(self.params)
+        if isinstance(self.params, Leaves) and self.main_grad is not None and self.layout.packs:
+            self.params.remake_packs()
+            self._leave_pack_operands(self.params)
 
     @property
     def passage(self) -> Passage:
@@ -349,7 +349,7 @@ class FlatGroup:
 
     def introduce(self, model: ModelIdentity, unit: int) -> None:
         """Makes collectives carry the identity of this model, and this number of the unit."""
-        if self.policy.check_collectives:
+        if self.policy.debug.check_collectives:
             self.model, self._unit = model, unit
             self.master.identify = self.identify
 
@@ -384,7 +384,7 @@ class FlatGroup:
             "frozen_" if self.built_frozen else "",
             "fp8_" if self.layout.role is Role.FP8 else "",
             # A file of shards in the order of the modules must not be loaded into it.
-            "joint_" if self.binding.is_moved else "",
+            "packed_" if self.binding.is_moved else "",
             "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
         )
         return f"{''.join(kinds)}flat_param"
@@ -607,7 +607,7 @@ class FlatGroup:
         return list(map(nn.Parameter, self.layout.views(full), self.flags))
 
     def describe(self) -> Iterable[str]:
-        """Describes the geometry, one line a parameter or joint, equal on all ranks if the model is sound."""
+        """Describes the geometry, one line a parameter or pack, equal on all ranks if the model is sound."""
         for slot, trains in zip(self.layout.slots, self.flags, strict=True):
             kind = "trained" if trains else "frozen"
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
@@ -617,7 +617,7 @@ class FlatGroup:
             if slot.partition is not None:
                 place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
             yield f"{self.name}: {kind} {slot.name} {place}"
-        for joint in self.layout.joints:
-            parts = " + ".join(slot.name for slot in self.layout.slots[joint.first : joint.last])
-            yield f"{self.name}: one operand {joint.name} {list(joint.shape)} of {parts}"
+        for pack in self.layout.packs:
+            parts = " + ".join(slot.name for slot in self.layout.slots[pack.first : pack.last])
+            yield f"{self.name}: one operand {pack.name} {list(pack.shape)} of {parts}"
         yield f"{self.name}: {self.policy}"

@@ -69,7 +69,7 @@ class MainGrad:
         self.ledger = ledger
         self._tensor: Tensor | None = None
         self._views: list[Tensor] = []
-        self._joint_views: list[Tensor] = []
+        self._pack_views: list[Tensor] = []
         self._written: list[bool] = []
         self._used: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
@@ -135,10 +135,10 @@ class MainGrad:
             CLAIM_MAIN_GRAD.leave(parameter, partial(self.claim, index))
         self._show()
 
-    def expose_joints(self, joints: Sequence[Tensor]) -> None:
-        """Lets layers write the gradient of each joint: a joint is no parameter, and has no `main_grad`."""
-        for index, joint in enumerate(joints):
-            CLAIM_MAIN_GRAD.leave(joint, partial(self.claim_joint, index))
+    def expose_packs(self, packs: Sequence[Tensor]) -> None:
+        """Lets layers write the gradient of each pack: a pack is no parameter, and has no `main_grad`."""
+        for index, pack in enumerate(packs):
+            CLAIM_MAIN_GRAD.leave(pack, partial(self.claim_pack, index))
 
     def get(self, index: int) -> Tensor:
         """View of slot `index` to add to: zero if nothing has landed there in this step."""
@@ -154,12 +154,12 @@ class MainGrad:
             self.flush()
         return self._claim(index)
 
-    def claim_joint(self, index: int) -> tuple[Tensor, bool]:
-        """View of joint `index`, and whether nothing has landed in any of its slots in this step.
+    def claim_pack(self, index: int) -> tuple[Tensor, bool]:
+        """View of pack `index`, and whether nothing has landed in any of its slots in this step.
 
         If a part that was used by itself has a gradient already, the other parts are zero.
         """
-        slots = self._layout.joints[index].slots
+        slots = self._layout.packs[index].slots
         if not self._waiting.keys().isdisjoint(slots):
             self.flush()
         views = self._open()
@@ -170,7 +170,7 @@ class MainGrad:
             self._written[slot] = True
             if not is_first:
                 views[slot].zero_()
-        return self._joint_views[index], is_first
+        return self._pack_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
         view, is_first = self._open()[index], not self._written[index]
@@ -257,7 +257,7 @@ class MainGrad:
         """Drops the gradients, and the buffer unless it stays."""
         self.changes.count += 1
         if not self.stays:
-            self._tensor, self._views, self._joint_views = None, [], []
+            self._tensor, self._views, self._pack_views = None, [], []
         self._written, self._used, self._waiting, self._is_open = [], set(), {}, False
         self._show()
 
@@ -287,7 +287,7 @@ class MainGrad:
         for start, stop in self._gaps:
             self._tensor[start:stop].zero_()
         self._views = self._layout.views(self._tensor)
-        self._joint_views = self._layout.joint_views(self._tensor)
+        self._pack_views = self._layout.pack_views(self._tensor)
 
     def _show(self) -> None:
         for index, parameter in enumerate(self._exposed):

@@ -90,7 +90,7 @@ class MasterShard:
         device: device that the model computes on.
         grad_dtype: dtype of the reduced gradient.  The gradient goes to `.grad`, which PyTorch keeps in the
             parameter's own dtype, or to `.main_grad` if the dtypes differ.
-        cpu_offload: keep the shard in (pinned) host memory, and its gradient too.
+        cpu_offload: keep the shard in (pinned) CPU memory, and its gradient too.
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
@@ -145,7 +145,7 @@ class MasterShard:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is in host memory, so that compute and communication need a copy first."""
+        """Whether it is in CPU memory, so that compute and communication need a copy first."""
         return self.flat.device != self.device
 
     @property

@@ -1,1 +1,1 @@
-"""Attention, from the joint query, key and value projection to the output projection."""
+"""Attention, from the packed query, key and value projection to the output projection."""

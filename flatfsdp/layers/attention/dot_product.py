@@ -34,7 +34,7 @@ _FORMATS = ("sbhd", "bshd")
 class DotProductAttention(WithoutExtraState, Shared):
     """Scaled dot-product attention, softmax(scale * q k^T) v, with Transformer Engine's arguments.
 
-    Query, key and value may have any strides (views of one joint projection, for example); none is copied.
+    Query, key and value may have any strides (views of one packed projection, for example); none is copied.
 
     Args:
         num_attention_heads: heads of the query.

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: a joint query, key and value projection, attention, and the output projection.
+"""`MultiheadAttention`: a packed query, key and value projection, attention, and the output projection.
 
 In:   [seq, batch, hidden] ("sbhd"), or [batch, seq, hidden] ("bshd");  out: the same shape.
 
@@ -106,8 +106,8 @@ class MultiheadAttention(Shared):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.input_layernorm = input_layernorm
-        is_joint = options.get("fuse_qkv_params", False)
-        self.qkv_weight_interleaved = is_joint and options.get("qkv_weight_interleaved", True)
+        is_pack = options.get("fuse_qkv_params", False)
+        self.qkv_weight_interleaved = is_pack and options.get("qkv_weight_interleaved", True)
         self.rotary_pos_interleaved = options.get("rotary_pos_interleaved", False)
         self.qk_norm_before_rope = options.get("qk_norm_before_rope", False)
         self.core_attention = DotProductAttention(
@@ -154,18 +154,18 @@ class MultiheadAttention(Shared):
         options: AttentionOptions,
     ) -> None:
         """Makes the query, key and value projection, with or without a norm."""
-        is_joint = options.get("fuse_qkv_params", False)
-        are_apart = is_joint and not self.qkv_weight_interleaved
-        joint: LinearOptions = {
+        is_pack = options.get("fuse_qkv_params", False)
+        are_apart = is_pack and not self.qkv_weight_interleaved
+        pack: LinearOptions = {
             **only(MatmulOptions, options),
             "init_method": init_method,
-            "parameters_split": None if is_joint else sizes,
+            "parameters_split": None if is_pack else sizes,
             "parallel_mode": "column" if options.get("set_parallel_mode") else None,
             "partition_sizes": tuple(sizes.values()) if are_apart else None,
         }
         width, bias = sum(sizes.values()), options.get("bias", True)
         if not self.input_layernorm:
-            self.qkv = Linear(hidden_size, width, bias=bias, **joint)
+            self.qkv = Linear(hidden_size, width, bias=bias, **pack)
             return
         self.layernorm_qkv = LayerNormLinear(
             hidden_size,
@@ -174,7 +174,7 @@ class MultiheadAttention(Shared):
             bias=bias,
             return_layernorm_output=self.return_layernorm_output,
             **only(NormOptions, options),
-            **joint,
+            **pack,
         )
 
     @takes_te_call_arguments
@@ -246,7 +246,7 @@ class MultiheadAttention(Shared):
     def _project(
         self, hidden_states: Tensor, is_first_microbatch: bool | None, return_residual: bool
     ) -> tuple[Tensor, ...]:
-        """The joint projection, followed by what `forward` returns after its result."""
+        """The packed projection, followed by what `forward` returns after its result."""
         if self.input_layernorm:
             results = self.layernorm_qkv(
                 hidden_states, is_first_microbatch=is_first_microbatch, return_residual=return_residual

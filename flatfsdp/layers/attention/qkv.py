@@ -1,4 +1,4 @@
-"""Splits a joint projection into query, key and value, and joins their gradients in backward.
+"""Splits a packed projection into query, key and value, and joins their gradients in backward.
 
     interleaved        each group of heads has its queries, its key and its value:  [q.. k v] [q.. k v] ...
     not interleaved    all queries, then all keys, then all values:                 [Q; K; V]
@@ -29,7 +29,7 @@ class QKV(NamedTuple):
 
 
 class HeadsOf(NamedTuple):
-    """The layout of a joint projection.
+    """The layout of a packed projection.
 
     Attributes:
         heads: number of query heads.
@@ -55,7 +55,7 @@ def heads_of_projection(
     k_norm: Callable[[Tensor], Tensor] | None = None,
     norm_first: bool = True,
 ) -> QKV:
-    """Splits a joint projection into query, key and value, normalized and rotated.
+    """Splits a packed projection into query, key and value, normalized and rotated.
 
     Args:
         mixed: [seq, batch, (heads + 2 groups) * head_dim], or [batch, seq, ..] if `batch_first`.
@@ -86,7 +86,7 @@ def heads_of_projection(
     if not norm_first:
         query, key = q_norm(query), k_norm(key)
     if torch.is_grad_enabled():
-        # Attention saves the value for backward: a view would keep the whole joint projection alive.
+        # Attention saves the value for backward: a view would keep the whole packed projection alive.
         value = value.contiguous()
     return QKV(query, key, value)
 
@@ -114,7 +114,7 @@ def split_qkv(mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved
 def _check_width(mixed: Tensor, heads: int, groups: int, head_dim: int) -> None:
     if mixed.shape[-1] != (heads + 2 * groups) * head_dim:
         raise ValueError(
-            f"a joint projection of {heads} query heads and {groups} groups of {head_dim} elements each has "
+            f"a packed projection of {heads} query heads and {groups} groups of {head_dim} elements each has "
             f"{(heads + 2 * groups) * head_dim} of them, not {mixed.shape[-1]}"
         )
 
@@ -131,8 +131,8 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = map(_readable, grads)
-        joint = join_heads(query.flatten(-3, -2), key, value, interleaved=ctx.interleaved)
-        return joint, None, None, None, None
+        pack = join_heads(query.flatten(-3, -2), key, value, interleaved=ctx.interleaved)
+        return pack, None, None, None, None
 
 
 def _readable(grad: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class _SplitAndRotate(Function):
         ctx.save_for_backward(cos, sin)
         query, key, value = _heads(mixed, *of)
         query, key = rope(query, cos, sin, **way), rope(key, cos, sin, **way)
-        # Attention saves the value for backward: a view would keep the whole joint projection alive.
+        # Attention saves the value for backward: a view would keep the whole packed projection alive.
         return query, key, value.contiguous() if ctx.needs_input_grad[0] else value
 
     @staticmethod
@@ -233,9 +233,9 @@ class _SplitAndRotate(Function):
         if of.interleaved:
             query, key = (rope(x, cos, sin, **ctx.way, inverse=True) for x in (query, key))
             return join_heads(query, key, value, interleaved=True), None, None, None, None, None
-        joint = join_heads(query, key, value, interleaved=False)
+        pack = join_heads(query, key, value, interleaved=False)
         # Queries and keys are adjacent: one launch for both.
-        heads = joint.view(*joint.shape[:2], of.heads + 2 * of.groups, of.head_dim)
+        heads = pack.view(*pack.shape[:2], of.heads + 2 * of.groups, of.head_dim)
         turned = heads.narrow(2, 0, of.heads + of.groups)
         rope(turned, cos, sin, **ctx.way, inverse=True, in_place=True)
-        return joint, None, None, None, None, None
+        return pack, None, None, None, None, None

@@ -88,7 +88,7 @@ def apply_rotary(
 
     Args:
         x: [seq, batch, heads, dim], or [batch, seq, heads, dim] if `batch_first`; FP32, fp16 or bf16; may be
-            a slice of a joint projection.
+            a slice of a packed projection.
         cos: FP32 [at least seq, n], contiguous; the first 2 n <= dim elements of each head are rotated.
         sin: the shape of `cos`.
         batch_first: whether the batch is the first dimension.

@@ -1,6 +1,6 @@
-"""In-place additions to slices of a joint projection, such as LoRA's deltas of query and value.
+"""In-place additions to slices of a packed projection, such as LoRA's deltas of query and value.
 
-In:   a joint projection that nothing has read yet, and deltas for some of its columns.
+In:   a packed projection that nothing has read yet, and deltas for some of its columns.
 Out:  a tensor in the same memory.
 Next: `qkv.py` splits it.
 """
@@ -30,7 +30,7 @@ def add_to_slices(mixed: Tensor, deltas: Sequence[tuple[int, Tensor]]) -> Tensor
         columns = mixed.shape[-1]
         if delta.shape[:-1] != mixed.shape[:-1] or not 0 <= start <= columns - delta.shape[-1]:
             raise ValueError(
-                f"a delta of shape {tuple(delta.shape)} from column {start} on does not fit into a joint "
+                f"a delta of shape {tuple(delta.shape)} from column {start} on does not fit into a pack "
                 f"projection of shape {tuple(mixed.shape)}"
             )
     if not deltas:

@@ -46,12 +46,12 @@ BACKWARD = torch.ops.flatfsdp_plan.attention_backward
 
 
 def _flops(query: Any, key: Any, value: Any, is_causal: bool) -> int:
-    """Operations of both products; a causal mask leaves half of them."""
+    """Operations of both GEMMs; a causal mask leaves half of them."""
     *heads, rows, width = query
-    products = 2 * rows * key[-2] * (width + value[-1])
+    gemms = 2 * rows * key[-2] * (width + value[-1])
     for size in heads:
-        products *= size
-    return products // 2 if is_causal else products
+        gemms *= size
+    return gemms // 2 if is_causal else gemms
 
 
 @register_flop_formula(FORWARD)

@@ -254,7 +254,7 @@ def _time(
     )
     busy = passes.seconds + parameters
     lines = {
-        "products": passes.products,
+        "gemms": passes.gemms,
         "attention": passes.attention,
         "memory-bound": passes.memory,
         PARAMETERS: parameters,

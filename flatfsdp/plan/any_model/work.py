@@ -3,7 +3,7 @@
 In:   each operator with its arguments and results, by `observer.py`.
 Out:  seconds by place, and how many operators the host has to start.
 
-Products and attention take their operations over the machine's rates, everything else the bytes that it reads
+GEMMs and attention take their operations over the machine's rates, everything else the bytes that it reads
 and writes over its bandwidth.  Views and empty tensors are free.
 """
 
@@ -51,12 +51,12 @@ class Load:
     """What one place has to do in a step.
 
     Attributes:
-        products, attention, memory: seconds of a GPU.
-        flops: operations of products and attention.
+        gemms, attention, memory: seconds of a GPU.
+        flops: operations of GEMMs and attention.
         operators, kernels: of PyTorch and ours, that the host starts.
     """
 
-    products: float = 0.0
+    gemms: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     flops: float = 0.0
@@ -66,7 +66,7 @@ class Load:
     @property
     def seconds(self) -> float:
         """What a GPU needs for it."""
-        return self.products + self.attention + self.memory
+        return self.gemms + self.attention + self.memory
 
 
 class StepWork:
@@ -107,7 +107,7 @@ class StepWork:
             query = args[0] if packet is attention.FORWARD else args[1]
             load.attention += flops / self._machine.attention_rate(query.shape[-2], query.shape[-1])
             return
-        load.products += flops / self._rate(args)
+        load.gemms += flops / self._rate(args)
         if operator.namespace == "flatfsdp" and operator._schema.name.endswith(("wgrad_", "wgrad_fp8_")):
             load.memory += 2 * _nbytes(args[0]) / self._machine.memory_bandwidth
 
@@ -115,7 +115,7 @@ class StepWork:
         dtypes = {tensor.dtype for tensor in tensors_in(args)}
         is_fp8 = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in dtypes)
         compute = torch.float32 if dtypes == {torch.float32} else torch.bfloat16
-        return self._machine.product_flops(compute, (self._recipe or _ANY_FP8) if is_fp8 else None)
+        return self._machine.gemm_flops(compute, (self._recipe or _ANY_FP8) if is_fp8 else None)
 
 
 _ANY_FP8 = DelayedScaling()

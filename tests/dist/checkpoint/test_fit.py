@@ -23,7 +23,7 @@ def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[Fla
     net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
     if scale:
         net.register_buffer("scale", torch.ones(2, dtype=torch.float64))
-    model = auto_wrap(net, by_class(nn.Linear), **options)
+    model = auto_wrap(net, by_class(nn.Linear), **{"optimize_backward_concat": False, **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.randn(3, sizes[0])).float().square().sum().backward()
     optimizer.step()

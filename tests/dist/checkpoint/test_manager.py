@@ -160,7 +160,7 @@ class Masked(torch.nn.Module):
 @on_ranks(2)
 def test_what_was_infinite_from_the_beginning_is_saved(tmp_path: Path, rank: int, resumes: bool) -> None:
     torch.manual_seed(0)
-    model = FlatFSDP(Masked())
+    model = FlatFSDP(Masked(), optimize_backward_concat=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = CheckpointManager(tmp_path)
     if resumes:
@@ -336,6 +336,6 @@ def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_numbers_takes_part(tmp_path: Path, rank: int) -> None:
-    model = FlatFSDP(torch.nn.Linear(1, 1, bias=False))
+    model = FlatFSDP(torch.nn.Linear(1, 1, bias=False), optimize_backward_concat=False)
     assert len(largest_magnitudes(model)) == (rank == 0)
     assert CheckpointManager(tmp_path).save(1, model)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import flatfsdp
@@ -229,8 +230,10 @@ def test_experts_are_not_lost_silently(rank: int, world_size: int, tmp_path: Pat
     """A unit on one rank alone would overwrite the other rank's in a common checkpoint."""
     folder = str(tmp_path)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    expert = FlatFSDP(nn.Linear(4, 4), alone)
-    model = FlatFSDP(nn.Sequential(expert, nn.Linear(4, 4)))
+    expert = FlatFSDP(
+        nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone, "cpu"), optimize_backward_concat=False
+    )
+    model = FlatFSDP(nn.Sequential(expert, nn.Linear(4, 4)), optimize_backward_concat=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for save in (
         lambda: checkpoint.save(folder, model, optimizer),
@@ -242,8 +245,8 @@ def test_experts_are_not_lost_silently(rank: int, world_size: int, tmp_path: Pat
 
 
 def test_names_of_several_roots_and_of_several_paths() -> None:
-    layer = FlatFSDP(nn.Linear(2, 2))
-    model = nn.Sequential(layer, FlatFSDP(nn.Linear(2, 2)), layer)
+    layer = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
+    model = nn.Sequential(layer, FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False), layer)
     whole = checkpoint.consolidate([checkpoint.local_state_dict(model)], [checkpoint.local_metadata(model)])
     assert equal(whole, {name: whole[name] for name in whole})
     assert set(whole) == set(model.state_dict())

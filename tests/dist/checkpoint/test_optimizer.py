@@ -179,7 +179,7 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
 
     def made() -> tuple[FlatFSDP, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = FlatFSDP(nn.Linear(4, 4))
+        model = FlatFSDP(nn.Linear(4, 4), optimize_backward_concat=False)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     model, optimizer = made()

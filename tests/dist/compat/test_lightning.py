@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
 from flatfsdp.checkpoint import commit
@@ -272,15 +273,22 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
         fabric.setup(GPT(CONFIG))
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match=r"over 1 of 2 ranks.*wrap it after fabric\.launch"):
-        fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), process_group=alone))
-    elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
+        fabric.setup(
+            auto_wrap(
+                GPT(CONFIG),
+                by_class(Block),
+                mesh=DeviceMesh.from_group(alone, "cpu"),
+                optimize_backward_concat=False,
+            )
+        )
+    elsewhere = auto_wrap(GPT(CONFIG), by_class(Block), optimize_backward_concat=False)
     elsewhere.fsdp_state.device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="model is on cuda:0, and Lightning's device is cpu"):
         fabric.setup(elsewhere)
     plain = GPT(CONFIG)
     optimizer = adamw(plain)
     with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is sharded"):
-        fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
+        fabric.setup(auto_wrap(plain, by_class(Block), optimize_backward_concat=False), optimizer)
 
     model = build()
     with pytest.raises(ValueError, match="the state has 0, 0 and 0"):

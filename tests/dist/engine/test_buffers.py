@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.engine.storage.group import ShardState
+from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -171,7 +172,7 @@ def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
         for b in net.blocks:
             b.__class__ = block
         for index, b in enumerate(net.blocks):
-            net.blocks[index] = FlatFSDP(b, optimize_backward_concat=flag, poison_on_free=True)
+            net.blocks[index] = FlatFSDP(b, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
         model = FlatFSDP(net, optimize_backward_concat=flag)
         weight = model.blocks[0].up.weight
         assert weight.main_grad is None
@@ -207,7 +208,9 @@ def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(
     rank: int, depth: int, use_checkpoint: bool
 ) -> None:
     """Names of the units in the order in which their gathers start, second step only."""
-    model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True, poison_on_free=True)
+    model = build(
+        prefetch=Prefetch(depth, depth), optimize_backward_concat=True, debug=Debug(poison_on_free=True)
+    )
     if use_checkpoint:
         for block in model.blocks:
             inner = block.module
@@ -251,7 +254,7 @@ def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> N
 
 
 @FLAGS
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, REPLICATED], ids=str)
 @on_ranks(2)
 def test_an_update_reaches_weights_that_are_still_gathered(
     rank: int, options: dict[str, Any], flag: bool
@@ -330,7 +333,9 @@ def test_an_opaque_output_of_the_root_can_be_differentiated(rank: int) -> None:
     grads = []
     for net in (Net, OpaqueResult):
         torch.manual_seed(0)
-        model = auto_wrap(net(), by_class(Block), optimize_backward_concat=True, poison_on_free=True)
+        model = auto_wrap(
+            net(), by_class(Block), optimize_backward_concat=True, debug=Debug(poison_on_free=True)
+        )
         output = model(tokens)
         (output if net is Net else output.loss).backward()
         grads.append(grads_of(model))

@@ -16,6 +16,7 @@ from flatfsdp import FlatFSDP, by_class, checkpoint, shard
 from flatfsdp.comm.mesh import make_mesh
 from flatfsdp.engine.storage.first_values import digest
 from tests.support.both_forms import WAYS, sharded
+from tests.support.meshes import replicating
 from tests.support.ranks import on_ranks
 
 EACH_WAY = pytest.mark.parametrize("way", WAYS)
@@ -59,7 +60,9 @@ def test_of_replicas_the_first_one_counts_and_ranks_of_it_are_compared(rank: int
 
 @on_ranks(2)
 def test_replicas_without_shards_take_the_first_ones_values(rank: int) -> None:
-    torch.testing.assert_close(use(shard(model(rank), by_class(nn.Linear), shard=False)), use(model(0)))
+    torch.testing.assert_close(
+        use(shard(model(rank), by_class(nn.Linear), mesh=replicating())), use(model(0))
+    )
 
 
 def load_state_dict(module: nn.Module, folder: Path) -> None:

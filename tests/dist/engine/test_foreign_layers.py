@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, auto_wrap, by_class, microbatches
 from tests.support.models import grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -76,7 +76,7 @@ class Net(nn.Module):
 def train(rank: int, fuses: bool, is_cached: bool, **options: Any) -> list[Tensor]:
     """Gradients and parameters of three steps of three microbatches."""
     torch.manual_seed(0)
-    model = auto_wrap(Net(fuses), by_class(Foreign), **options)
+    model = auto_wrap(Net(fuses), by_class(Foreign), **{"optimize_backward_concat": False, **options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
     found = []
@@ -94,7 +94,7 @@ def train(rank: int, fuses: bool, is_cached: bool, **options: Any) -> list[Tenso
 def test_fused_is_not_fused(rank: int, is_cached: bool) -> None:
     expected = train(rank, fuses=False, is_cached=is_cached)
     for flag in (False, True):
-        for options in ({}, {"reshard_after_forward": False}, {"poison_on_free": True}):
+        for options in ({}, {"reshard_after_forward": False}, {"debug": Debug(poison_on_free=True)}):
             found = train(rank, True, is_cached, optimize_backward_concat=flag, **options)
             assert same(found, expected), (flag, options)
         in_bf16 = Precision(compute=torch.bfloat16)

@@ -21,6 +21,7 @@ from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
+from tests.support.meshes import REPLICATED
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
@@ -194,7 +195,7 @@ def test_frozen_weights(rank: int, world_size: int) -> None:
             for name, parameter in block.named_parameters():
                 parameter.requires_grad = not name.endswith("weight")
         precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
-        model = auto_wrap(net, by_class(Block), precision=precision)
+        model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=False)
         runs.append((train(model, rank), snapshot(model)))
         model.ledger.reset()
         train(model, rank, 1)
@@ -259,7 +260,7 @@ def test_inference_mode_before_training(rank: int) -> None:
     for block in net.blocks:
         block.requires_grad_(False)
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
-    model = auto_wrap(net, by_class(Block), precision=precision)
+    model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=False)
     (x,) = next(batches(rank, 1, 1))
     with torch.inference_mode(), autocast(recipe=RECIPE):
         expected = model(x)
@@ -298,7 +299,9 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
     net = nn.Sequential(Linear(32, 32), Linear(32, 32))
     for name, parameter in net.named_parameters():
         parameter.requires_grad = name.endswith("bias")
-    model = FlatFSDP(net, precision=Precision(compute=BF16, fp8_weights=RECIPE))
+    model = FlatFSDP(
+        net, precision=Precision(compute=BF16, fp8_weights=RECIPE), optimize_backward_concat=False
+    )
     x = torch.ones(16, 32)
     with autocast(recipe=RECIPE):
         before = model(x)
@@ -310,7 +313,7 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
     assert not torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, REPLICATED), (2, {})])
 @on_ranks()
 def test_transposes_are_freed_after_the_backward(rank: int, options: dict[str, Any]) -> None:
     model = build(True, BF16, True, **options)

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
 from flatfsdp import (
+    Debug,
     FlatFSDP,
     FlattenParamsWrapper,
     Precision,
@@ -23,6 +24,8 @@ from flatfsdp import (
     by_size,
     microbatches,
 )
+from flatfsdp.parallel import make_mesh
+from tests.support.meshes import REPLICATED, replicating
 from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train
 from tests.support.ranks import RankFailure, on_ranks, run_ranks
 
@@ -39,7 +42,7 @@ def test_state_dict_has_original_names_and_master_precision(rank: int, flag: boo
     plain = Net()
     expected = copy.deepcopy(plain.state_dict())
     options = {"optimize_backward_concat": flag, "precision": Precision(compute=torch.bfloat16)}
-    model = auto_wrap(plain, by_class(Block), **options)
+    model = auto_wrap(plain, by_class(Block), **{"optimize_backward_concat": False, **options})
     state = model.state_dict()
     assert list(state) == list(expected)
     assert all(torch.equal(state[name], expected[name]) for name in expected), (
@@ -66,7 +69,7 @@ def test_state_dict_has_original_names_and_master_precision(rank: int, flag: boo
     assert list(child) == [n.removeprefix("blocks.1.") for n in expected if n.startswith("blocks.1.")]
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, REPLICATED], ids=str)
 @on_ranks(2)
 def test_training_goes_on_from_a_state_dict(rank: int, options: dict[str, Any]) -> None:
     """A model loaded from a state dict continues exactly like the one it was saved from."""
@@ -119,7 +122,7 @@ def test_loading_reaches_ranks_that_hold_only_padding() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("options", [{}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, REPLICATED], ids=str)
 @on_ranks(2)
 def test_clip_grad_norm_sees_all_ranks(
     rank: int, world_size: int, options: dict[str, Any], norm_type: float
@@ -131,7 +134,7 @@ def test_clip_grad_norm_sees_all_ranks(
     for shard in model.parameters():
         pieces = [torch.empty_like(shard.grad) for _ in range(world_size)]
         dist.all_gather(pieces, shard.grad)
-        full += pieces if options.get("shard", True) else pieces[:1]
+        full += pieces[:1] if options else pieces
     expected = torch.linalg.vector_norm(torch.cat(full), norm_type)
     before = grads_of(model)
     norm = model.clip_grad_norm_(0.1, norm_type)
@@ -184,13 +187,19 @@ class OddNet(nn.Module):
 def test_frozen_tied_unused_and_twice_used_parameters(
     rank: int, world_size: int, flag: bool, reshard: bool
 ) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    options = {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
     torch.manual_seed(0)
     plain = OddNet()
     sharded = copy.deepcopy(plain)
     for name in ("inner", "twice", "tower"):
-        setattr(sharded, name, FlatFSDP(getattr(sharded, name), **options))
-    model = FlatFSDP(sharded, **options)
+        setattr(
+            sharded, name, FlatFSDP(getattr(sharded, name), **{"optimize_backward_concat": False, **options})
+        )
+    model = FlatFSDP(sharded, **{"optimize_backward_concat": False, **options})
     generator = torch.Generator().manual_seed(3)
     batches = [[torch.randn(4, 8, generator=generator) for _ in range(world_size)] for _ in range(2)]
     for mine in microbatches(model, [per_rank[rank] for per_rank in batches]):
@@ -226,7 +235,9 @@ class SkipsOnOneRank(Net):
 def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int) -> None:
     torch.manual_seed(0)
     plain = SkipsOnOneRank()
-    model = auto_wrap(copy.deepcopy(plain), by_class(Block), shard=False, optimize_backward_concat=True)
+    model = auto_wrap(
+        copy.deepcopy(plain), by_class(Block), mesh=replicating(), optimize_backward_concat=True
+    )
     tokens = next(data(0, 1, 1))[0]
     model(tokens).backward()
     plain(tokens).backward()
@@ -250,19 +261,19 @@ def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int)
 def tied_across_units() -> None:
     net = Net()
     net.blocks[1].up.weight = net.blocks[0].up.weight
-    auto_wrap(net, by_class(Block))
+    auto_wrap(net, by_class(Block), optimize_backward_concat=False)
 
 
 def tied_through_a_module() -> None:
     net = Net()
     net.blocks[1].up = net.blocks[0].up
-    auto_wrap(net, by_class(Block))
+    auto_wrap(net, by_class(Block), optimize_backward_concat=False)
 
 
 def tied_and_wrapped_by_size() -> None:
     net = Net()
     net.head.weight = net.embedding.weight
-    auto_wrap(net, by_size(20))
+    auto_wrap(net, by_size(20), optimize_backward_concat=False)
 
 
 def sparse_gradient() -> None:
@@ -276,13 +287,13 @@ def sparse_gradient() -> None:
 def integer_parameter() -> None:
     net = nn.Linear(2, 2)
     net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
-    FlatFSDP(net)
+    FlatFSDP(net, optimize_backward_concat=False)
 
 
 def sparse_parameter() -> None:
     net = nn.Linear(2, 2)
     net.weight = nn.Parameter(torch.eye(2).to_sparse())
-    FlatFSDP(net)
+    FlatFSDP(net, optimize_backward_concat=False)
 
 
 @pytest.mark.parametrize(
@@ -293,41 +304,69 @@ def sparse_parameter() -> None:
         (integer_parameter, ValueError, r"parameter table is torch\.int32"),
         (sparse_parameter, ValueError, r"parameter weight is a torch\.sparse_coo tensor; .* plain dense"),
         (
-            lambda: FlatFSDP(nn.LazyLinear(2)),
+            lambda: FlatFSDP(nn.LazyLinear(2), optimize_backward_concat=False),
             ValueError,
             "weight gets its shape in the first forward",
         ),
         (
-            lambda: FlatFSDP(nn.Linear(2, 2, device="meta")),
+            lambda: FlatFSDP(nn.Linear(2, 2, device="meta"), optimize_backward_concat=False),
             ValueError,
             "parameter weight is on the meta device",
         ),
         (
-            lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))),
+            lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2)), optimize_backward_concat=False),
             ValueError,
             "the module is a FlattenParamsWrapper",
         ),
         (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
         (tied_and_wrapped_by_size, ValueError, "^head: parameter weight is tied to weight, which another"),
         (
-            lambda: FlatFSDP(nn.Linear(2, 2).double()),
+            lambda: FlatFSDP(nn.Linear(2, 2).double(), optimize_backward_concat=False),
             ValueError,
             r"weight is float64.*param=torch\.fl",
         ),
-        (lambda: FlatFSDP("model"), TypeError, "wraps an nn.Module"),
-        (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16), TypeError, r"pass Precision\(compute="),
-        (lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0), TypeError, r"pass Prefetch\(forward="),
-        (lambda: auto_wrap(Net(), Block), TypeError, r"pass by_class\("),
-        (lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never"), ValueError, "grad_sync is 'never'"),
-        (lambda: FlatFSDP(nn.Linear(2, 2)).double(), TypeError, "pass device= and precision="),
+        (lambda: FlatFSDP("model", optimize_backward_concat=False), TypeError, "wraps an nn.Module"),
         (
-            lambda: setattr(FlatFSDP(Net()), "head", nn.Linear(20, 2)),
+            lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16, optimize_backward_concat=False),
+            TypeError,
+            r"pass Precision\(compute=",
+        ),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0, optimize_backward_concat=False),
+            TypeError,
+            r"pass Prefetch\(forward=",
+        ),
+        (lambda: auto_wrap(Net(), Block, optimize_backward_concat=False), TypeError, r"pass by_class\("),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never", optimize_backward_concat=False),
+            ValueError,
+            "grad_sync is 'never'",
+        ),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False).double(),
+            TypeError,
+            "pass device= and precision=",
+        ),
+        (
+            lambda: setattr(FlatFSDP(Net(), optimize_backward_concat=False), "head", nn.Linear(20, 2)),
             TypeError,
             "head cannot be replaced after wrapping",
         ),
-        (lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2))), TypeError, "cannot be copied"),
-        (lambda: pickle.dumps(FlatFSDP(nn.Linear(2, 2))), TypeError, r"save its state_dict\(\)"),
-        (lambda: auto_wrap(Net(), by_class(nn.Conv2d)), ValueError, "picked no module"),
+        (
+            lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)),
+            TypeError,
+            "cannot be copied",
+        ),
+        (
+            lambda: pickle.dumps(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)),
+            TypeError,
+            r"save its state_dict\(\)",
+        ),
+        (
+            lambda: auto_wrap(Net(), by_class(nn.Conv2d), optimize_backward_concat=False),
+            ValueError,
+            "picked no module",
+        ),
         (lambda: by_class(3), ValueError, "nn.Module classes"),
         (lambda: by_size(0), ValueError, "positive number"),
     ],
@@ -367,7 +406,9 @@ def mismatch(rank: int, world_size: int, what: str) -> None:
         net.blocks.append(Block())
     if rank == 1 and what == "policy":
         options["reshard_after_forward"] = False
-    auto_wrap(net, by_class(Block), **options)(torch.zeros(1, 2, dtype=torch.long))
+    auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})(
+        torch.zeros(1, 2, dtype=torch.long)
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,10 +434,12 @@ def test_a_mismatch_raises_on_every_rank_at_once(what: str, message: str) -> Non
 
 
 def test_auto_wrap_by_size_and_by_callable() -> None:
-    model = auto_wrap(Net(), by_size(2000))
+    model = auto_wrap(Net(), by_size(2000), optimize_backward_concat=False)
     assert [isinstance(b, FlatFSDP) for b in model.blocks] == [True] * 3
     assert not isinstance(model.module.blocks, FlatFSDP)
-    model = auto_wrap(Net(), lambda name, module, numel: name in ("blocks.1", "head"))
+    model = auto_wrap(
+        Net(), lambda name, module, numel: name in ("blocks.1", "head"), optimize_backward_concat=False
+    )
     assert [isinstance(b, FlatFSDP) for b in model.blocks] == [False, True, False]
     assert isinstance(model.head, FlatFSDP)
     assert len(list(model.parameters())) == 3
@@ -405,7 +448,7 @@ def test_auto_wrap_by_size_and_by_callable() -> None:
 def test_a_module_with_two_paths_becomes_one_unit() -> None:
     net = Net()
     net.blocks[2] = net.blocks[0]
-    model = auto_wrap(net, by_class(Block))
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=False)
     assert model.blocks[0] is model.blocks[2]
     model(torch.zeros(1, 2, dtype=torch.long)).backward()
     assert len(grads_of(model)) == 3
@@ -426,13 +469,28 @@ def test_meshes(rank: int) -> None:
     off = train(build(mesh=two), rank)
     on = train(build(mesh=two, optimize_backward_concat=True), rank)
     assert all(same_trace(off, on).values())
-    with pytest.raises(ValueError, match="not both"):
-        build(mesh=one, process_group=dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_a_wrong_mesh_is_named_before_anything_is_sent(rank: int) -> None:
+    pair = init_device_mesh("cpu", (2,))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (dist.group.WORLD, TypeError, r"mesh is a ProcessGroup; .*DeviceMesh\.from_group\(group, 'cuda'\)"),
+        (make_mesh(), TypeError, r"mesh is a ParallelMesh; .*make_mesh\(\.\.\.\)\.dp"),
+        (init_device_mesh("cpu", (1, 1, 2)), ValueError, r"mesh has 3 dimensions; pass \(shard,\) or"),
+    ]
+    if rank == 1:
+        alone = DeviceMesh("cpu", [0], _init_backend=False)
+        cases.append((alone, ValueError, r"rank 1 is not in mesh, which has ranks \[0\]"))
+    for mesh, error, message in cases:
+        with pytest.raises(error, match=message):
+            build(mesh=mesh)
+    train(build(mesh=pair), rank)
 
 
 @on_ranks(2)
 def test_replicas_start_from_the_first_rank(rank: int, world_size: int) -> None:
-    model = build(seed=rank, shard=False)
+    model = build(seed=rank, **REPLICATED)
     batches = next(data(0, 1, 1))
     losses = [torch.empty(()) for _ in range(world_size)]
     dist.all_gather(losses, model(batches[0]).detach())

@@ -10,11 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.engine.storage.main_grad import FEW
 from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
+from tests.support.meshes import REPLICATED, placed
 from tests.support.models import Trace, grads_of, same, same_trace
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
@@ -26,9 +27,9 @@ RECIPES = {"high": None, "delayed": SHORT, "current": CurrentScaling(), "block":
 SCHEDULES: dict[str, dict[str, Any]] = {
     "zero3": {},
     "zero2": {"reshard_after_forward": False},
-    "dp": {"shard": False},
+    "dp": REPLICATED,
     "every": {"grad_sync": "every"},
-    "poisoned": {"poison_on_free": True},
+    "poisoned": {"debug": Debug(poison_on_free=True)},
 }
 
 
@@ -93,7 +94,7 @@ class Net(nn.Module):
 
 def build(net: dict[str, Any], **options: Any) -> FlatFSDP:
     torch.manual_seed(0)
-    return auto_wrap(Net(**net), by_class(Block), **options)
+    return auto_wrap(Net(**net), by_class(Block), **{"optimize_backward_concat": False, **placed(options)})
 
 
 def batches_of(rank: int, count: int, step: int = 0) -> list[Tensor]:
@@ -259,7 +260,7 @@ def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
     """The buffer is overwritten, not zeroed; poison shows reads."""
     grads = []
     for poison in (False, True):
-        model = build({"spare": True}, optimize_backward_concat=flag, poison_on_free=poison)
+        model = build({"spare": True}, optimize_backward_concat=flag, debug=Debug(poison_on_free=poison))
         for step in range(2):
             model.zero_grad()
             backward(model, batches_of(0, 2, step), SHORT)

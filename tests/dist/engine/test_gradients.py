@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
+from tests.support.meshes import replicating
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -129,7 +131,7 @@ def test_parameter_groups_over_flat_shards(flag: bool) -> None:
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
-    model = auto_wrap(Net(), by_class(Block), **options)
+    model = auto_wrap(Net(), by_class(Block), **{"optimize_backward_concat": False, **options})
     groups = [
         {"params": lambda name, shape: name.endswith("bias"), "lr": 0.5, "weight_decay": 0.1},
         {"params": ["blocks.1.down.weight", "head.weight", "head.bias"], "lr": 0.25},
@@ -190,8 +192,8 @@ def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: s
 
 def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:
     net = nn.Sequential()
-    net.first = net.again = FlatFSDP(nn.Linear(3, 3))
-    model = FlatFSDP(net)
+    net.first = net.again = FlatFSDP(nn.Linear(3, 3), optimize_backward_concat=False)
+    model = FlatFSDP(net, optimize_backward_concat=False)
     model(torch.ones(1, 3)).sum().backward()
     (shard,) = model.parameters()
     before = shard.grad.norm()
@@ -201,7 +203,9 @@ def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:
 
 def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
     model = FlatFSDP(
-        nn.Linear(4, 4, bias=False), precision=Precision(param=torch.float16, compute=torch.float16)
+        nn.Linear(4, 4, bias=False),
+        precision=Precision(param=torch.float16, compute=torch.float16),
+        optimize_backward_concat=False,
     )
     model(torch.full((1, 4), 75.0)).sum().backward()
     assert model.clip_grad_norm_(1000.0) == 300.0
@@ -213,7 +217,7 @@ def test_units_may_have_ranks_of_their_own(rank: int) -> None:
     """A unit over its own group is replicated where the rest is sharded, as norms with statistics need."""
     torch.manual_seed(0)
     net = Net(2)
-    net.blocks[0] = FlatFSDP(net.blocks[0], shard=False, optimize_backward_concat=True)
+    net.blocks[0] = FlatFSDP(net.blocks[0], mesh=replicating(), optimize_backward_concat=True)
     model = auto_wrap(net, by_class(Block), optimize_backward_concat=True)
     torch.manual_seed(0)
     uniform = auto_wrap(Net(2), by_class(Block), optimize_backward_concat=True)
@@ -233,7 +237,9 @@ def test_a_unit_over_fewer_ranks(rank: int) -> None:
     """Two pairs of ranks each have a unit to themselves: it trains apart, and the norm of all is unknown."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=True)
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=True
+    )
     torch.manual_seed(9)
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=True)
     model(torch.full((2, 8), float(rank))).square().sum().backward()

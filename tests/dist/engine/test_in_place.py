@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import (
+    Debug,
     FlatFSDP,
     Precision,
     auto_wrap,
@@ -22,15 +23,15 @@ from flatfsdp import (
     microbatches,
     register_forward_method,
     shard,
-    whole_shape,
 )
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
-from flatfsdp.engine.in_place.options import ShardOptions
 from tests.support import stored_weights
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import Block as FP8Block
 from tests.support.fp8_layers import seeded
+from tests.support.meshes import REPLICATED, placed
 from tests.support.models import WIDTH, Block, Net, data
 from tests.support.ranks import on_ranks
 
@@ -59,9 +60,9 @@ BF16 = Precision(compute=torch.bfloat16)
 WAYS: list[dict[str, Any]] = [
     {},
     {"reshard_after_forward": False},
-    {"shard": False},
+    REPLICATED,
     {"precision": BF16},
-    {"grad_sync": "every", "poison_on_free": True},
+    {"grad_sync": "every", "debug": Debug(poison_on_free=True)},
 ]
 
 
@@ -69,7 +70,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @on_ranks(1, 2)
 def test_the_same_bits_as_wrapped(rank: int, flag: bool, options: dict[str, Any]) -> None:
-    options = {**options, "optimize_backward_concat": flag}
+    options = {**placed(options), "optimize_backward_concat": flag}
     ours = in_place(**options)
     wrapped = auto_wrap(plain_net(), by_class(Block), **options)
     for a, b in zip(trained(ours, rank), trained(wrapped, rank), strict=True):
@@ -389,7 +390,7 @@ def test_what_is_listed_freezes_and_trains(rank: int, flag: bool) -> None:
 
 @on_ranks(2)
 def test_hooks_of_flat_parameters_run_or_raise(rank: int) -> None:
-    model, seen = FlatFSDP(plain_net()), []
+    model, seen = FlatFSDP(plain_net(), optimize_backward_concat=False), []
     model.flat_param.register_post_accumulate_grad_hook(lambda flat: seen.append(flat.grad.shape))
     model(TOKENS).backward()
     assert seen == [model.flat_param.shape]
@@ -416,11 +417,6 @@ def test_hooks_of_what_is_listed_run_or_raise(rank: int) -> None:
 
 
 # ---- wrong uses -----------------------------------------------------------------------------------------
-
-
-def test_all_options_of_the_wrapper_are_known() -> None:
-    of_wrapper = set(inspect.signature(FlatFSDP).parameters)
-    assert of_wrapper - {"module", "optimize_backward_concat"} == set(ShardOptions.__annotations__)
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -457,7 +453,7 @@ def test_nothing_has_changed_when_shard_raises() -> None:
         shard(model)
     assert dict(model.named_parameters()).keys() == before.keys()
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    FlatFSDP(model)
+    FlatFSDP(model, optimize_backward_concat=False)
     with pytest.raises(ValueError, match=r"the result of torch\.compile"):
         shard(torch.compile(nn.Linear(2, 2)))
 

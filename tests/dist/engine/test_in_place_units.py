@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import auto_wrap, by_class
+from flatfsdp import Debug, auto_wrap, by_class
 from tests.support.ranks import on_ranks
 
 WIDTH = 8
@@ -64,7 +64,7 @@ def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, r
         by_class(Added, Grown),
         optimize_backward_concat=flag,
         reshard_after_forward=reshard,
-        poison_on_free=True,
+        debug=Debug(poison_on_free=True),
     )
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)

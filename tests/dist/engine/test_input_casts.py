@@ -289,10 +289,10 @@ def test_there_are_hooks_only_where_something_is_cast(way: str) -> None:
 
 @on_ranks(1)
 def test_a_layer_that_was_a_model_of_its_own_casts_as_a_unit_afterwards() -> None:
-    block, x = FlatFSDP(Block(), precision=BF16), torch.randn(2, WIDTH)
+    block, x = FlatFSDP(Block(), precision=BF16, optimize_backward_concat=False), torch.randn(2, WIDTH)
     assert block(x).dtype == torch.float32  # a residual of what it was given
     assert any(map(is_cast, block.up._forward_pre_hooks.values()))
-    outer = FlatFSDP(nn.Sequential(block), precision=BF16)
+    outer = FlatFSDP(nn.Sequential(block), precision=BF16, optimize_backward_concat=False)
     assert outer(x).dtype == torch.bfloat16
     assert not any(map(is_cast, block.up._forward_pre_hooks.values()))
 
@@ -358,6 +358,11 @@ def test_attention_gets_masks_in_the_dtype_of_its_weights() -> None:
             return y
 
     x = torch.randn(4, WIDTH)
-    model = auto_wrap(nn.Sequential(Net(), nn.Linear(WIDTH, 1)), by_class(nn.Linear), precision=BF16)
+    model = auto_wrap(
+        nn.Sequential(Net(), nn.Linear(WIDTH, 1)),
+        by_class(nn.Linear),
+        precision=BF16,
+        optimize_backward_concat=False,
+    )
     assert model(x).dtype == torch.bfloat16
     assert math.isfinite(model(x).sum().item())

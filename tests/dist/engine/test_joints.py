@@ -1,4 +1,4 @@
-"""Joints over several ranks have the bits of one weight, for both flags and forms."""
+"""Packs over several ranks have the bits of one weight, for both flags and forms."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from flatfsdp import Precision, by_class, checkpoint, microbatches
+from flatfsdp import Debug, Precision, by_class, checkpoint, microbatches
 from flatfsdp.checkpoint.local import (
     consolidate,
     load_local_state_dict,
     local_metadata,
     local_state_dict,
 )
-from flatfsdp.contract.joint import is_joined
 from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.contract.packed import is_packed
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import named_groups
 from flatfsdp.flat.layout import Role
@@ -39,7 +39,7 @@ Record = tuple[list[Tensor], dict[str, Tensor]]
 
 def build(way: str = "wrapped", kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
     net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
-    return sharded(way, net, by_class(Layer), **{"poison_on_free": True, **options})
+    return sharded(way, net, by_class(Layer), **{"debug": Debug(poison_on_free=True), **options})
 
 
 def train(
@@ -73,11 +73,11 @@ def train(
 
 def in_one_weight(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a model of `OneWeight` that correspond to these parts."""
-    joint = {}
+    pack = {}
     for layer, kind in itertools.product(range(2), ("weight", "bias")):
         parts = [state.pop(f"layers.{layer}.qkv.parts.{name}.{kind}") for name in ROWS]
-        joint[f"layers.{layer}.qkv.qkv_{kind}"] = torch.cat(parts)
-    return state | joint
+        pack[f"layers.{layer}.qkv.qkv_{kind}"] = torch.cat(parts)
+    return state | pack
 
 
 def assert_same(one: Record, other: Record) -> None:
@@ -104,7 +104,7 @@ def parity(rank: int, world_size: int, way: str, fuse: Any, compute: torch.dtype
         model = build(fuse=fuse, precision=precision, **options)
         losses, state = train(model, rank)
         assert_same((losses, in_one_weight(state)), expected)
-        assert all(is_joined(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
+        assert all(is_packed(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_same_bits_as_one_weight(way: str, fuse: bool, compute: torch.dtype)
 
 
 def test_the_same_bits_on_four_ranks() -> None:
-    """Shard boundaries may cut joints anywhere."""
+    """Shard boundaries may cut packs anywhere."""
     run_ranks(4, parity, "wrapped", True, torch.bfloat16)
 
 
@@ -186,7 +186,7 @@ def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, 
         expected = torch.stack([sum_of_squares(layer) for layer in net.layers])
         for kind, fuse, options in itertools.product((QKV, OneWeight), (False, True), every_setting(way)):
             # Not poisoned: what is freed too early has no memory, and raises.
-            model = build(kind=kind, fuse=fuse, poison_on_free=False, **options)
+            model = build(kind=kind, fuse=fuse, debug=Debug(), **options)
             layers = (model.module if way == "wrapped" else model).layers
             two_microbatches(model, layers[:frozen], rank, microbatches(model, range(2)))
             found = torch.stack([sum_of_squares(layer) for layer in layers])
@@ -219,7 +219,7 @@ def test_weights_stored_in_fp8(world_size: int, fuse: bool) -> None:
 
 
 def check_stored(rank: int, world_size: int, fuse: bool) -> None:
-    """One scale a joint: the bits of one weight that is stored in FP8."""
+    """One scale a pack: the bits of one weight that is stored in FP8."""
     expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
     for options in (options for way in WAYS for options in every_setting(way)):
         model = build(fuse=fuse, precision=stored_in_fp8(), **options)
@@ -299,7 +299,7 @@ def test_nan_in_one_part_is_not_hidden_by_its_partners(rank: int) -> None:
 class Undeclared(QKV):
     """The same parameters, which are not asked for as one operand."""
 
-    def declared_joints(self) -> tuple[()]:
+    def packed_parameters(self) -> tuple[()]:
         return ()
 
 
@@ -325,16 +325,16 @@ def check_checkpoints(rank: int, world_size: int, path: Path, way: str, in_fp8: 
 @on_ranks(2)
 def test_local_files_from_before_parameters_were_moved_are_refused(rank: int) -> None:
     """Both have equal lengths, and different orders."""
-    with_joints, without = build(), build(kind=Undeclared)
+    with_packs, without = build(), build(kind=Undeclared)
     before = local_state_dict(without)
-    assert {t.shape for t in before.values()} == {t.shape for t in local_state_dict(with_joints).values()}
-    with pytest.raises(RuntimeError, match=r"Missing key: \S*joint_flat_param"):
-        load_local_state_dict(with_joints, before)
-    load_local_state_dict(with_joints, local_state_dict(build()))
+    assert {t.shape for t in before.values()} == {t.shape for t in local_state_dict(with_packs).values()}
+    with pytest.raises(RuntimeError, match=r"Missing key: \S*packed_flat_param"):
+        load_local_state_dict(with_packs, before)
+    load_local_state_dict(with_packs, local_state_dict(build()))
     files = [None, None]
-    dist.all_gather_object(files, (local_state_dict(with_joints), local_metadata(with_joints)))
+    dist.all_gather_object(files, (local_state_dict(with_packs), local_metadata(with_packs)))
     full = consolidate(*zip(*files, strict=True))
-    assert_same(([], full), ([], with_joints.state_dict()))
+    assert_same(([], full), ([], with_packs.state_dict()))
     # Without biases nothing is moved.
     load_local_state_dict(build(bias=False), local_state_dict(build(kind=Undeclared, bias=False)))
 

@@ -1,4 +1,4 @@
-"""Joints of layers that tensor-parallel ranks share, over replicas and in pipelines: the same bits."""
+"""Packs of layers that tensor-parallel ranks share, over replicas and in pipelines: the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, fp8, microbatches
-from flatfsdp.contract.joint import is_joined
+from flatfsdp.contract.packed import is_packed
 from flatfsdp.contract.tensor_parallel import declare_split
 from flatfsdp.engine.units import named_groups
 from flatfsdp.flat.layout import Role
@@ -112,34 +112,34 @@ def assert_same(one: Trained, other: Trained) -> None:
 def test_layers_that_ranks_share(sizes: tuple[int, ...], sequence_parallel: bool) -> None:
     """Each rank's parts are one operand: the bits of a concatenation of them."""
     mesh = tp_mesh(*sizes)
-    with mock.patch.object(Projection, "declared_joints", return_value=()):
+    with mock.patch.object(Projection, "packed_parameters", return_value=()):
         apart = train(mesh, "wrapped", False, True, sequence_parallel)
     for setting in SETTINGS[1:] if sequence_parallel else SETTINGS:
         found = train(mesh, *setting, sequence_parallel)
         assert_same(found, apart)
-        assert joints_of(found.model) == 2 * [(True, True)]
-    assert joints_of(apart.model) == 2 * [(False, False)]
+        assert packs_of(found.model) == 2 * [(True, True)]
+    assert packs_of(apart.model) == 2 * [(False, False)]
 
 
-def joints_of(model: nn.Module) -> list[tuple[bool, bool]]:
+def packs_of(model: nn.Module) -> list[tuple[bool, bool]]:
     """Whether weights and biases are one operand, for each layer with several weights."""
     split = [module for module in model.modules() if isinstance(module, Projection) and module._is_split]
-    return [(is_joined(module, "weight"), is_joined(module, "bias")) for module in split]
+    return [(is_packed(module, "weight"), is_packed(module, "bias")) for module in split]
 
 
 @on_ranks(4)
 def test_weights_stored_in_fp8() -> None:
-    """A joint has one scale on all ranks that share it."""
+    """A pack has one scale on all ranks that share it."""
     mesh = tp_mesh(2, 2)
     precision = Precision(compute=torch.float32, fp8_weights=RECIPE)
     runs = [train(mesh, *setting, sequence_parallel=False, precision=precision) for setting in SETTINGS]
     for run in runs:
         assert_same(run, runs[0])
         scales = [
-            group.fp8.scales.scale[joint.first : joint.last]
+            group.fp8.scales.scale[pack.first : pack.last]
             for _, group in named_groups(run.model)
             if group.layout.role is Role.FP8
-            for joint in group.layout.joints
+            for pack in group.layout.packs
         ]
         assert len(scales) == 2 and all(len(each) == 3 and len(each.unique()) == 1 for each in scales)
 
@@ -156,14 +156,14 @@ def test_parts_of_which_only_some_are_split(rank: int) -> None:
         declare_split(layer.parts["q"].weight, 0, (32,))
         model = FlatFSDP(layer, optimize_backward_concat=flag, **options)
         model(joint_layers.batch(0)).square().sum().backward()
-        assert layer.found == (None, None) and not is_joined(layer, "qkv_weight")
+        assert layer.found == (None, None) and not is_packed(layer, "qkv_weight")
         runs.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
     fused = Linear(32, 48, bias=False, parameters_split=("q", "k", "v"), fuse_wgrad_accumulation=True)
     declare_split(fused.q_weight, 0, (32,))
     with pytest.raises(RuntimeError, match=r"in one FlatFSDP unit and of one dtype.*'if_claimed'"):
-        FlatFSDP(fused, **options)(joint_layers.batch(0))
+        FlatFSDP(fused, **{"optimize_backward_concat": False, **options})(joint_layers.batch(0))
 
 
 @on_ranks(4)
@@ -201,5 +201,5 @@ def train_pipeline(kind: type[QKV], flag: bool, reshard: bool) -> tuple[list[flo
         optimizer.step()
         optimizer.zero_grad()
     for model in models:
-        assert all(is_joined(m, "qkv_weight") for m in model.modules() if type(m) is QKV)
+        assert all(is_packed(m, "qkv_weight") for m in model.modules() if type(m) is QKV)
     return [loss.item() for loss in losses], norms

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import by_class
+from flatfsdp import Debug, by_class
 from tests.support.both_forms import WAYS, sharded
 from tests.support.left_behind import OUTSIDE, PLACES, Gated, Model, check, inputs, loss_of
 from tests.support.models import whole_grads
@@ -22,7 +22,7 @@ EACH_WAY = pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_what_a_unit_leaves_on_its_modules_is_like_an_output(way: str, flag: bool, place: str) -> None:
-    for options in ({}, {"reshard_after_forward": False}, {"poison_on_free": True}):
+    for options in ({}, {"reshard_after_forward": False}, {"debug": Debug(poison_on_free=True)}):
         model = sharded(way, Model(place), by_class(Gated), optimize_backward_concat=flag, **options)
         check(Model(place), model, inputs(2))
 
@@ -123,6 +123,6 @@ def test_a_gradient_that_lands_in_a_freed_unit_raises(flag: bool) -> None:
     model(torch.ones(4))
     loss = OUTSIDE.pop()
     with pytest.raises(
-        RuntimeError, match=r"gradient of unit 0 was computed while its parameters were freed"
+        RuntimeError, match=r"gradient of unit 0 was computed while its parameters were sharded"
     ):
         loss.backward()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP
+from flatfsdp import Debug, FlatFSDP
 from tests.support.models import build, data
 from tests.support.ranks import on_ranks
 
@@ -64,12 +64,12 @@ class Twice(nn.Module):
 def test_parameters_stay_until_the_gradients_of_the_inputs_are_there(
     unit: Any, recompute: bool, poison: bool, flag: bool
 ) -> None:
-    options = {"optimize_backward_concat": flag, "poison_on_free": poison}
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=poison)}
     torch.manual_seed(0)
     plain = Twice(unit(), recompute)
     sharded = copy.deepcopy(plain)
-    sharded.unit = FlatFSDP(sharded.unit, **options)
-    model = FlatFSDP(sharded, **options)
+    sharded.unit = FlatFSDP(sharded.unit, **{"optimize_backward_concat": False, **options})
+    model = FlatFSDP(sharded, **{"optimize_backward_concat": False, **options})
     x = torch.randn(4, 8)
     model(x).backward()
     plain(x).backward()
@@ -88,7 +88,7 @@ class FrozenBetween(nn.Module):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.inner = FlatFSDP(nn.Linear(4, 4), **options)
+        self.inner = FlatFSDP(nn.Linear(4, 4), **{"optimize_backward_concat": False, **options})
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.head = nn.Linear(4, 1)
 
@@ -102,9 +102,9 @@ class FrozenBetween(nn.Module):
 def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
     poison: bool, flag: bool
 ) -> None:
-    options = {"optimize_backward_concat": flag, "poison_on_free": poison}
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=poison)}
     torch.manual_seed(0)
-    model = FlatFSDP(FrozenBetween(options), **options)
+    model = FlatFSDP(FrozenBetween(options), **{"optimize_backward_concat": False, **options})
     model(torch.ones(2, 4)).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 

@@ -35,8 +35,14 @@ def test_trains_like_a_model_built_in_memory(rank: int, flag: bool) -> None:
     with torch.no_grad():
         ordinary.apply(init)
     options: dict[str, Any] = {"optimize_backward_concat": flag}
-    expected = auto_wrap(ordinary, by_class(Block), **options)
-    model = auto_wrap(on_meta(Net), by_class(Block), device="cpu", param_init_fn=init, **options)
+    expected = auto_wrap(ordinary, by_class(Block), **{"optimize_backward_concat": False, **options})
+    model = auto_wrap(
+        on_meta(Net),
+        by_class(Block),
+        device="cpu",
+        param_init_fn=init,
+        **{"optimize_backward_concat": False, **options},
+    )
     same = same_trace(train(model, rank), train(expected, rank))
     assert all(same.values()), same
 
@@ -83,18 +89,27 @@ class NoReset(nn.Module):
 
 def test_what_cannot_be_initialised_is_named() -> None:
     with pytest.raises(ValueError, match=r"parameter weight is on the meta device; pass device="):
-        FlatFSDP(on_meta(lambda: nn.Linear(2, 2)))
+        FlatFSDP(on_meta(lambda: nn.Linear(2, 2)), optimize_backward_concat=False)
     with pytest.raises(ValueError, match=r"1 \(NoReset\) .* pass param_init_fn="):
-        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())), device="cpu")
+        FlatFSDP(
+            on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())),
+            device="cpu",
+            optimize_backward_concat=False,
+        )
     with pytest.raises(ValueError, match=r"0\.weight .* still uninitialised after param_init_fn"):
-        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), device="cpu", param_init_fn=lambda m: None)
+        FlatFSDP(
+            on_meta(lambda: nn.Sequential(nn.Linear(2, 2))),
+            device="cpu",
+            param_init_fn=lambda m: None,
+            optimize_backward_concat=False,
+        )
 
 
 def test_what_is_in_memory_already_keeps_its_values() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), on_meta(lambda: nn.Linear(3, 3)))
     weight = net[0].weight.detach().clone()
-    model = FlatFSDP(net, device="cpu")
+    model = FlatFSDP(net, device="cpu", optimize_backward_concat=False)
     assert torch.equal(model.state_dict()["0.weight"], weight)
 
 
@@ -114,29 +129,35 @@ class Masked(nn.Module):
 
 
 def test_buffers_are_made_and_checked_too() -> None:
-    inner = FlatFSDP(nn.Linear(3, 3))
-    model = FlatFSDP(nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))), device="cpu")
+    inner = FlatFSDP(nn.Linear(3, 3), optimize_backward_concat=False)
+    model = FlatFSDP(
+        nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))),
+        device="cpu",
+        optimize_backward_concat=False,
+    )
     assert bool(model[1].mask.all()) and torch.equal(model[1].table, torch.full((3,), 2.0))
     with pytest.raises(ValueError, match=r"0\.mask .* still uninitialised"):
-        FlatFSDP(on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu")
+        FlatFSDP(
+            on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu", optimize_backward_concat=False
+        )
 
 
 def test_after_an_error_the_module_is_on_the_meta_device_again() -> None:
     module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset()))
     for bad in (None, lambda owner: None):
         with pytest.raises(ValueError, match="param_init_fn"):
-            FlatFSDP(module, device="cpu", param_init_fn=bad)
+            FlatFSDP(module, device="cpu", param_init_fn=bad, optimize_backward_concat=False)
     assert all(p.is_meta for p in module.parameters())
-    model = FlatFSDP(module, device="cpu", param_init_fn=init)
+    model = FlatFSDP(module, device="cpu", param_init_fn=init, optimize_backward_concat=False)
     assert not any(value.isnan().any() for value in model.state_dict().values())
 
 
 def test_a_weight_tied_across_units_is_noticed_on_meta() -> None:
     net = on_meta(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)))
     net[1].weight = net[0].weight
-    net[0] = FlatFSDP(net[0], device="cpu")
+    net[0] = FlatFSDP(net[0], device="cpu", optimize_backward_concat=False)
     with pytest.raises(ValueError, match=r"1\.weight is tied to weight"):
-        FlatFSDP(net, device="cpu")
+        FlatFSDP(net, device="cpu", optimize_backward_concat=False)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatfsdp import Precision, Prefetch
+from flatfsdp import Debug, Precision, Prefetch
+from tests.support.meshes import REPLICATED
 from tests.support.models import build, same_trace, train, train_unsharded
 from tests.support.ranks import on_ranks
 
@@ -13,7 +14,7 @@ BF16 = Precision(compute=torch.bfloat16)
 STRATEGIES = {
     "zero3": {},
     "zero2": {"reshard_after_forward": False},
-    "replicated": {"shard": False},
+    "replicated": REPLICATED,
     "zero3, every microbatch": {"grad_sync": "every"},
     "zero2, every microbatch": {"grad_sync": "every", "reshard_after_forward": False},
 }
@@ -50,7 +51,9 @@ def test_fp32_equals_the_unsharded_model(rank: int, world_size: int, strategy: s
 @on_ranks(2)
 def test_nothing_reads_a_freed_buffer(rank: int, depth: int, flag: bool) -> None:
     options = {"prefetch": Prefetch(depth, depth), "optimize_backward_concat": flag, "precision": BF16}
-    plain, poisoned = (train(build(poison_on_free=poison, **options), rank) for poison in (False, True))
+    plain, poisoned = (
+        train(build(debug=Debug(poison_on_free=poison), **options), rank) for poison in (False, True)
+    )
     assert same_trace(plain, poisoned) == ALL_TRUE
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class
 from tests.support.models import Block, Net, grads_of, same, same_trace, train
 from tests.support.ranks import on_ranks
 
@@ -21,7 +21,9 @@ def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool,
     for recompute in (False, True):
         torch.manual_seed(0)
         net = Net()
-        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag, poison_on_free=True)
+        model = auto_wrap(
+            net, by_class(Block), optimize_backward_concat=flag, debug=Debug(poison_on_free=True)
+        )
         for block in net.blocks if recompute else ():
             assert isinstance(block, FlatFSDP)
             target = block if around else block.module

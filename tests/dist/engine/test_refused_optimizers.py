@@ -14,6 +14,7 @@ from torch import nn
 import flatfsdp.optim
 from flatfsdp import FlatFSDP, by_class, param_groups, shard
 from tests.support.both_forms import WAYS, sharded
+from tests.support.meshes import replicating
 from tests.support.models import Block, Net, build, data
 from tests.support.ranks import on_ranks
 
@@ -55,7 +56,7 @@ def test_an_optimizer_from_before_on_the_meta_device_is_refused(rank: int) -> No
     with torch.device("meta"):
         net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = FlatFSDP(net, device="cpu")
+    model = FlatFSDP(net, device="cpu", optimize_backward_concat=False)
     _backward(model, rank)
     with pytest.raises(ValueError, match="as it was before"):
         optimizer.step()
@@ -153,7 +154,7 @@ def test_groups_by_dim_that_decay_nothing_are_refused(
 @on_ranks(2)
 def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
     """Only vectors; a rank whose part of the model is not decayed; nothing left to train."""
-    vectors = FlatFSDP(nn.LayerNorm(20))
+    vectors = FlatFSDP(nn.LayerNorm(20), optimize_backward_concat=False)
     model = build()
     small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])
     assert not (small[0]["params"] if rank == 0 else ())
@@ -293,7 +294,7 @@ def test_each_ranks_own_state_is_loaded(rank: int, make: str) -> None:
         fresh.load_state_dict(state_dict)
         found = [state["exp_avg"] for state in fresh.state_dict()["state"].values()]
         assert all(map(torch.equal, found, moments))
-    replicated = _model("in place", shard=False)
+    replicated = _model("in place", mesh=replicating())
     optimizer = OPTIMIZERS[make](replicated.parameters(), lr=0.1)
     file = [_through_a_file(optimizer.state_dict())]
     dist.broadcast_object_list(file)
@@ -313,7 +314,7 @@ def test_a_plain_models_state_is_refused(rank: int) -> None:
 
 @on_ranks(2, timeout=30)
 def test_a_state_that_one_rank_alone_loads_is_refused(rank: int) -> None:
-    model = shard(nn.Linear(4, 4), rank_timeout=1.0)
+    model = shard(nn.Linear(4, 4), timeout=1.0)
     optimizer = torch.optim.AdamW(model.parameters())
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"optimizer\.load_state_dict is collective, and rank 1"):

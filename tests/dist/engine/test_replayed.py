@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import by_class, microbatches, replayed
 from flatfsdp.engine.replay.replayed import Replayed
@@ -267,7 +268,9 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
     """NCCL waits for graphs that launch its collectives, so `destroy_process_group` would hang."""
     case, group = Case("", True, 1), dist.new_group()
     with taped():
-        model = WAYS["wrapped"](net(), by_class(Plain), process_group=group, optimize_backward_concat=True)
+        model = WAYS["wrapped"](
+            net(), by_class(Plain), mesh=DeviceMesh.from_group(group, "cpu"), optimize_backward_concat=True
+        )
         step = replayed(model, case.microbatch(model))
         for index in range(5):
             step(batch(rank, index, 0))

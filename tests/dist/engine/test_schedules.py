@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class, microbatches
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -66,7 +66,11 @@ SCHEDULES = [all_forwards_first, one_forward_ahead, with_no_sync, forwards_under
 @on_ranks(2)
 def test_every_schedule_gives_the_same_gradients(rank: int, schedule: Any, flag: bool, reshard: bool) -> None:
     """Two steps each, so that the second runs with a recorded order and prefetching."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    options = {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
     model, reference = build(**options), build(**options)
     for batches in data(rank, steps=2, count=3):
         assert same(schedule(model, batches), step(reference, batches))
@@ -104,7 +108,7 @@ def test_a_failed_microbatch_leaves_the_next_step_clean(
 ) -> None:
     """An exception in microbatch 2 of 3, caught by the user, then a clean step."""
     options = {"reshard_after_forward": reshard}
-    model = build(optimize_backward_concat=flag, poison_on_free=True, **options)
+    model = build(optimize_backward_concat=flag, debug=Debug(poison_on_free=True), **options)
     failing, clean = data(rank, 2, 3)
     block = model.blocks[1]
 

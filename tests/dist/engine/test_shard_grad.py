@@ -103,7 +103,7 @@ def test_clipping_is_that_of_the_model(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [((2, 2), {}), ((2, 2), {"shard": False}), ((2, 1, 2), {}), ((1, 4), {"cpu_offload": True})],
+    [((2, 2), {}), ((2, 2), {"replicates": True}), ((2, 1, 2), {}), ((1, 4), {"cpu_offload": True})],
     ids=["zero3", "replicated", "hybrid", "tp4-offload"],
 )
 @on_ranks(4)
@@ -252,15 +252,15 @@ def tensors_of(model: FlatFSDP) -> list[weakref.ref[Tensor]]:
 @on_ranks(1, 2)
 def test_memory_is_freed_with_the_last_gradient(rank: int, world_size: int) -> None:
     model, views, _ = trained(rank, world_size)
-    joint = tensors_of(model)
-    assert len(joint) == len(named_groups(model))
+    pack = tensors_of(model)
+    assert len(pack) == len(named_groups(model))
     kept = next(iter(views.values()))
     for view in views.values():
         if view is not kept:
             view.grad = None
-    assert any(each() is not None for each in joint)
+    assert any(each() is not None for each in pack)
     kept.grad = None
-    assert all(each() is None for each in joint)
+    assert all(each() is None for each in pack)
 
 
 @pytest.mark.parametrize("foreign", [False, True])

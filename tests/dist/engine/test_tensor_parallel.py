@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
@@ -65,7 +66,7 @@ def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dic
     [
         ((2, 2), {}),
         ((2, 2), {"reshard_after_forward": False, "grad_sync": "every"}),
-        ((2, 2), {"shard": False}),
+        ((2, 2), {"replicates": True}),
         ((2, 2), {"factors": (4.0, 0.5)}),
         ((2, 1, 2), {"grad_sync": "every"}),
         ((1, 4), {"cpu_offload": True}),
@@ -128,7 +129,13 @@ def test_partial_gradients_are_summed_in_fp32() -> None:
     layer = nn.Linear(1, 1, bias=False)
     declare_whole(layer.weight, partial_grad=True)
     precision = Precision(reduce=torch.bfloat16, accumulate=torch.bfloat16)
-    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), precision=precision)
+    model = FlatFSDP(
+        layer,
+        mesh=mesh["dp"],
+        tp_group=mesh.get_group("tp"),
+        precision=precision,
+        optimize_backward_concat=False,
+    )
     part = 1.0 if mesh.get_local_rank("tp") else 2.0**-10
     model(torch.tensor([[part]])).sum().backward()
     if mesh.get_local_rank("dp") == 0:
@@ -141,7 +148,7 @@ def test_parameters_that_all_ranks_have_start_equal() -> None:
     layer = nn.Linear(3, 3)
     with torch.no_grad():
         layer.weight.fill_(mesh.get_local_rank("tp"))
-    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
+    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), optimize_backward_concat=False)
     assert not model.state_dict()["weight"].any()
 
 
@@ -152,7 +159,7 @@ def one_rank_differs(rank: int, world_size: int, what: str) -> str:
         declare_split(net.blocks[0].up_weight, 0, (24, 48))
     if (rank, what) == (3, "kind"):
         declare_whole(net.blocks[0].gain, partial_grad=False)
-    model = FlatFSDP(net, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
+    model = FlatFSDP(net, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), optimize_backward_concat=False)
     with pytest.raises(RuntimeError, match="not the same on all ranks") as raised:
         model(torch.zeros(1, 2, dtype=torch.int64))
     assert not model.ledger.calls
@@ -191,43 +198,53 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
     with pytest.raises(
         ValueError, match=r"up_weight.* a part of a whole of 36\+36 .* FlatFSDP got no tp_group"
     ):
-        FlatFSDP(block(), mesh=mesh["dp"])
+        FlatFSDP(block(), mesh=mesh["dp"], optimize_backward_concat=False)
     partial = nn.Linear(2, 2)
     declare_whole(partial.bias, partial_grad=True)
     with pytest.raises(ValueError, match=r"bias has a gradient that is summed over .* got no tp_group"):
-        FlatFSDP(partial, mesh=mesh["dp"])
+        FlatFSDP(partial, mesh=mesh["dp"], optimize_backward_concat=False)
     with pytest.raises(ValueError, match=r"ranks \d, \d are in tp_group and in the group that"):
-        FlatFSDP(block(), tp_group=tp_group)
+        FlatFSDP(block(), tp_group=tp_group, optimize_backward_concat=False)
     with pytest.raises(TypeError, match="tp_group is a DeviceMesh"):
-        FlatFSDP(block(), mesh=mesh["dp"], tp_group=mesh["tp"])
+        FlatFSDP(block(), mesh=mesh["dp"], tp_group=mesh["tp"], optimize_backward_concat=False)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
-        FlatFSDP(block(), process_group=alone, tp_group=dist.group.WORLD)
+        FlatFSDP(
+            block(),
+            mesh=DeviceMesh.from_group(alone, "cpu"),
+            tp_group=dist.group.WORLD,
+            optimize_backward_concat=False,
+        )
     with pytest.raises(
         ValueError, match=r"weight is of a layer that ranks \[\d, \d\] share, .* got a tp_group"
     ):
         # Swapped, and of the same sizes.
-        FlatFSDP(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"))
+        FlatFSDP(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"), optimize_backward_concat=False)
     with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
-        FlatFSDP(layer(), mesh=mesh["dp"])
+        FlatFSDP(layer(), mesh=mesh["dp"], optimize_backward_concat=False)
     copied = layer()
     # Past the layer, which would mark it.
     copied._parameters["bias"] = nn.Parameter(copied.bias.detach())
     with pytest.raises(
         ValueError, match="parameter bias is of a layer that several ranks share, and does not"
     ):
-        FlatFSDP(copied, mesh=mesh["dp"], tp_group=tp_group)
+        FlatFSDP(copied, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
     megatron = nn.Linear(4, 6, bias=False)
     vars(megatron.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=5)
     with pytest.raises(
         ValueError, match=r"weight, of shape \[6, 4\], is said to be a part along dimension 0"
     ):
-        FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group)
+        FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
     parallelized = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
     with pytest.raises(ValueError, match=r"weight is a DTensor; .* without parallelize_module or"):
-        FlatFSDP(parallelized, mesh=mesh["dp"], tp_group=tp_group)
-    inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"])
-    outer = FlatFSDP(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
+        FlatFSDP(parallelized, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
+    inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"], optimize_backward_concat=False)
+    outer = FlatFSDP(
+        nn.Sequential(inner, nn.Linear(2, 2)),
+        mesh=mesh["dp"],
+        tp_group=tp_group,
+        optimize_backward_concat=False,
+    )
     with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
         outer(torch.zeros(1, 2))
 
@@ -241,7 +258,7 @@ def test_marks_of_others_are_understood(rank: int, world_size: int) -> None:
         layer = nn.Sequential(nn.Linear(4, 6, bias=False), RMSNorm(6, sequence_parallel=tp_group is not None))
         vars(layer[0].weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=3)
         is_split = shape == (12, 4)
-        model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group)
+        model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
         placements = {group.layout.placement for group in model.fsdp_state.unit.groups}
         assert placements == ({Placement.SPLIT, Placement.PARTIAL} if is_split else {Placement.EQUAL})
         assert checkpoint.full_state_dict(model)["0.weight"].shape == shape

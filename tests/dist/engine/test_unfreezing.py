@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
 from flatfsdp.engine.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
 from tests.support.against_plain import assert_equal, average, plain_net
+from tests.support.meshes import replicating
 from tests.support.models import Block, Net, build, data, whole_grads
 from tests.support.ranks import on_ranks
 
@@ -23,7 +24,11 @@ RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3
 
 
 def options_of(flag: bool, reshard: bool) -> dict[str, Any]:
-    return {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    return {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
 
 
 # ---- between steps -----------------------------------------------------------------------------------------
@@ -54,7 +59,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
     plain = plain_net()
     net = plain_net()
     trained_blocks(net, built, by_parameter=True)
-    model = auto_wrap(net, by_class(Block), **options)
+    model = auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     for step, ((tokens,), trained) in enumerate(zip(data(rank, len(SCHEDULE), 1), SCHEDULE, strict=True)):
@@ -62,7 +67,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
         trained_blocks(plain, trained, by_parameter=False)
         like = plain_net()
         trained_blocks(like, trained, by_parameter=False)
-        fresh = auto_wrap(like, by_class(Block), **options)
+        fresh = auto_wrap(like, by_class(Block), **{"optimize_backward_concat": False, **options})
         fresh.load_state_dict(model.state_dict())
         losses = [each(tokens) for each in (model, plain, fresh)]
         for loss in losses:
@@ -185,7 +190,9 @@ def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, resha
     ((tokens,),) = data(rank, 1, 1)
     for reentrant in (False, True):
         torch.manual_seed(0)
-        model = auto_wrap(Recomputed(reentrant), by_class(Block), **options)
+        model = auto_wrap(
+            Recomputed(reentrant), by_class(Block), **{"optimize_backward_concat": False, **options}
+        )
         plain = plain_net()
         for trains in (True, False, True):
             for net in (model, plain):
@@ -213,7 +220,7 @@ def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: in
     ((tokens,),) = data(rank, 1, 1)
     torch.manual_seed(0)
     # Without gathers, for which ranks would have to use the same modules.
-    model = auto_wrap(Skipping(), by_class(Block), shard=False, optimize_backward_concat=flag)
+    model = auto_wrap(Skipping(), by_class(Block), mesh=replicating(), optimize_backward_concat=flag)
     plain = plain_net(Skipping)
     model.module.skips = plain.skips = rank
     for trains in (True, False, True):
@@ -283,7 +290,7 @@ def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
     (group,) = model.blocks[1].fsdp_state.unit.groups
     for portion in group.master.portions:
         portion.parameter.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"portion of unit blocks\.1 was set to False by itself"):
+    with pytest.raises(RuntimeError, match=r"local shard of unit blocks\.1 was set to False by itself"):
         model(tokens)
 
 
@@ -349,7 +356,11 @@ def test_a_parameter_of_a_unit_by_itself_is_refused(rank: int, reshard: bool, fl
 def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
     torch.manual_seed(0)
     layer = Linear(32, 32, bias=False).requires_grad_(False)
-    model = FlatFSDP(layer, precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()))
+    model = FlatFSDP(
+        layer,
+        precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()),
+        optimize_backward_concat=False,
+    )
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="sharded with frozen weights that it stores in FP8"):
         model(torch.zeros(16, 32))
@@ -375,7 +386,11 @@ def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag:
     for _ in range(2):
         torch.manual_seed(0)
         net = nn.Sequential(Linear(32, 32), Linear(32, 32))
-        models.append(auto_wrap(net, by_class(Linear), precision=precision, **options))
+        models.append(
+            auto_wrap(
+                net, by_class(Linear), precision=precision, **{"optimize_backward_concat": False, **options}
+            )
+        )
     model, other = models
     optimizer, theirs = (torch.optim.SGD(each[0].parameters(), lr=0.1) for each in models)
     for trains in (False, True, False):

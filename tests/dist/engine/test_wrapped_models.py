@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, param_groups
 from flatfsdp.optim import AdamW
 from tests.support.models import Block, build, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -23,7 +23,7 @@ def test_a_write_through_data_reaches_a_frozen_model() -> None:
     """The usual moving-average idiom writes through `.data`, which no version counter sees."""
     teacher = nn.Linear(8, 8)
     teacher.requires_grad_(False)
-    model = FlatFSDP(teacher, precision=Precision(compute=torch.bfloat16))
+    model = FlatFSDP(teacher, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False)
     with torch.no_grad():
         model(torch.ones(2, 8))
         for shard in model.parameters():
@@ -131,7 +131,7 @@ def test_the_engine_is_not_compiled_with_the_model(rank: int, flag: bool) -> Non
         return graph.forward
 
     batches = next(data(rank, 1, 2))
-    models = [build(optimize_backward_concat=flag, poison_on_free=True) for _ in range(2)]
+    models = [build(optimize_backward_concat=flag, debug=Debug(poison_on_free=True)) for _ in range(2)]
     losses = [
         [call(batch) for batch in batches] for call in (models[0], torch.compile(models[1], backend=backend))
     ]
@@ -151,7 +151,9 @@ class Recording(nn.Linear):
 
 def test_a_module_may_write_to_what_it_was_given() -> None:
     seen: list[torch.Tensor] = []
-    model = FlatFSDP(Recording(2, 2), precision=Precision(compute=torch.bfloat16))
+    model = FlatFSDP(
+        Recording(2, 2), precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False
+    )
     model(torch.ones(1, 2), seen=seen)
     assert [x.dtype for x in seen] == [torch.bfloat16]
 
@@ -192,9 +194,11 @@ def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
     """A generator is trained through a critic, which keeps no gradient of that and is trained next."""
     torch.manual_seed(0)
     plain_generator, plain_judge = Block(), Critic()
-    options = {"optimize_backward_concat": flag, "poison_on_free": True}
-    generator = FlatFSDP(copy.deepcopy(plain_generator), **options)
-    judge = auto_wrap(copy.deepcopy(plain_judge), by_class(Block), **options)
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
+    generator = FlatFSDP(copy.deepcopy(plain_generator), **{"optimize_backward_concat": False, **options})
+    judge = auto_wrap(
+        copy.deepcopy(plain_judge), by_class(Block), **{"optimize_backward_concat": False, **options}
+    )
     noise = torch.ones(2, 20)
 
     plain_judge(plain_generator(noise)).backward()
@@ -258,7 +262,7 @@ def test_a_model_may_be_transformed() -> None:
     """Inside torch.func's transformations the outputs of units have no memory of their own."""
     torch.manual_seed(0)
     block = Block()
-    model = FlatFSDP(copy.deepcopy(block))
+    model = FlatFSDP(copy.deepcopy(block), optimize_backward_concat=False)
     x = torch.randn(3, 2, 20)
     with torch.no_grad():
         torch.testing.assert_close(torch.vmap(model)(x), block(x))

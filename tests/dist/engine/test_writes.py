@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision
+from tests.support.meshes import REPLICATED, placed
 from tests.support.models import grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -32,7 +33,12 @@ class Renormed(nn.Module):
 def small(seed: int = 0, **options: Any) -> FlatFSDP:
     """Two units; the inner one writes."""
     torch.manual_seed(seed)
-    return FlatFSDP(nn.Sequential(FlatFSDP(Renormed(), **options), nn.Linear(4, 4)), **options)
+    return FlatFSDP(
+        nn.Sequential(
+            FlatFSDP(Renormed(), **{"optimize_backward_concat": False, **options}), nn.Linear(4, 4)
+        ),
+        **{"optimize_backward_concat": False, **options},
+    )
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -52,10 +58,10 @@ def test_an_embedding_that_renormalises_raises_on_all_ranks(rank: int, flag: boo
         {},
         {"reshard_after_forward": False},
         {"precision": Precision(compute=torch.bfloat16)},
-        {"shard": False},
+        REPLICATED,
     ):
         for grad in (True, False):
-            model = small(optimize_backward_concat=flag, **options)
+            model = small(optimize_backward_concat=flag, **placed(options))
             shorten(model)
             message = WRITTEN.format("0", r"0\.table\.weight")
             with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message) as error:

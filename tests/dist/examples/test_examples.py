@@ -126,7 +126,7 @@ def test_performance_adds_up_no_gradients_once_they_are_fused() -> None:
     rows = cells(run_example("performance.py", "--device", "cpu", "--microbatches", "2", "--steps", "1"))
     assert [name for name, *_ in rows] == [
         "bf16",
-        "+ FP8 products",
+        "+ FP8 GEMMs",
         "+ weights cast once a step",
         "+ weight gradients fused",
     ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.engine.units import units_in
 from tests.support.against_plain import (
     UNITS,
@@ -50,8 +50,10 @@ def test_b1_a_no_sync_backward_frees_the_parameters(rank: int, world_size: int, 
     net = plain_net()
     options = {"optimize_backward_concat": flag, "precision": BF16}
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = FlatFSDP(block, reshard_after_forward=index != 1, **options)
-    model = FlatFSDP(net, **options)
+        net.blocks[index] = FlatFSDP(
+            block, reshard_after_forward=index != 1, **{"optimize_backward_concat": False, **options}
+        )
+    model = FlatFSDP(net, **{"optimize_backward_concat": False, **options})
     layout = model.blocks[1].fsdp_state.unit.trained[0].layout
     only_kept = [0, 0, layout.padded_numel(world_size) * torch.bfloat16.itemsize, 0]
     masters = [shard.detach().clone() for shard in model.parameters()]
@@ -81,7 +83,7 @@ def test_b2_parameters_can_be_read_between_microbatches(
         "optimize_backward_concat": flag,
         "precision": precision,
         "reshard_after_forward": reshard,
-        "poison_on_free": True,
+        "debug": Debug(poison_on_free=True),
     }
     expected = {name: p.detach() for name, p in plain_net().named_parameters()}
     model, undisturbed = build(**options), build(**options)
@@ -134,10 +136,14 @@ def test_b4_a_frozen_unit_constructs_evaluates_and_trains(
     rank: int, world_size: int, reshard: bool, flag: bool
 ) -> None:
     """There: construction registers a gradient hook on what has no gradient, and raises."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    options = {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
     plain = plain_net()
     plain.blocks[1].requires_grad_(False)
-    model = auto_wrap(copy.deepcopy(plain), by_class(Block), **options)
+    model = auto_wrap(copy.deepcopy(plain), by_class(Block), **{"optimize_backward_concat": False, **options})
     batches = batches_of_all_ranks(world_size)
     tokens = batches[rank][0]
     for grad_mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
@@ -227,7 +233,11 @@ def test_b6_what_counts_is_the_mark_at_backward(
 
     All forwards first, under every pattern of marks; the backwards are marked as they should be.
     """
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    options = {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
     model = build(**options)
     batches = batches_of_all_ranks(world_size)
     expected = plain_grads(plain_net(), batches)
@@ -276,7 +286,7 @@ def test_b7_hooks_on_weights_see_and_change_the_gradient_that_is_reduced(
     """There: a user's hook runs after the gradient has been accumulated, and changes nothing."""
     options = {"optimize_backward_concat": flag, "precision": precision}
     net, plain = plain_net(Hooked), plain_net(Hooked)
-    model = auto_wrap(net, by_class(Block), **options)
+    model = auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})
     batches = batches_of_all_ranks(world_size)
     for tokens in microbatches(model, batches[rank]):
         model(tokens).backward()
@@ -296,10 +306,14 @@ def test_b8_a_unit_may_be_used_twice_in_one_graph(
     rank: int, world_size: int, reshard: bool, flag: bool
 ) -> None:
     """There: an assertion fails in mixed precision, because the buffer has been handed over already."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    options = {
+        "optimize_backward_concat": flag,
+        "reshard_after_forward": reshard,
+        "debug": Debug(poison_on_free=True),
+    }
     net = plain_net(Twice)
     full_precision, low_precision = copy.deepcopy(net), copy.deepcopy(net).bfloat16()
-    model = auto_wrap(net, by_class(Block), precision=BF16, **options)
+    model = auto_wrap(net, by_class(Block), precision=BF16, **{"optimize_backward_concat": False, **options})
     batches = batches_of_all_ranks(world_size)
     for tokens in microbatches(model, batches[rank]):
         model(tokens).backward()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, convert
 from tests.support.fp8_layers import (
@@ -25,6 +25,7 @@ from tests.support.fp8_layers import (
     snapshot,
 )
 from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
+from tests.support.meshes import REPLICATED
 from tests.support.models import same
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
@@ -171,7 +172,13 @@ def test_a_rank_without_tokens(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reshard_after_forward": False}, {"shard": False}, {"flag": False}, {"poison_on_free": True}],
+    [
+        {},
+        {"reshard_after_forward": False},
+        REPLICATED,
+        {"flag": False},
+        {"debug": Debug(poison_on_free=True)},
+    ],
     ids=["zero3", "zero2", "dp", "off", "poisoned"],
 )
 @on_ranks(2)
@@ -211,8 +218,8 @@ def test_recompute_of_sharded_blocks(rank: int, flag: bool, reentrant: bool, rec
         model = seeded(Stack)
         if call:
             model.call = lambda block, *args: fp8.checkpoint(block, *args, use_reentrant=reentrant)
-        options = {"optimize_backward_concat": flag, "poison_on_free": True}
-        wrapped = auto_wrap(model, by_class(Block), **options)
+        options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
+        wrapped = auto_wrap(model, by_class(Block), **{"optimize_backward_concat": False, **options})
         inputs = [batch(rank, step).requires_grad_() for step in range(3)]
         for x in inputs:
             with autocast(recipe=recipe):

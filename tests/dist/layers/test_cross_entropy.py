@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.layers import Embedding, Linear, LinearCrossEntropy, cross_entropy
 from tests.support.models import Trace, grads_of, same_trace
 from tests.support.ranks import on_ranks
@@ -174,7 +174,11 @@ def train(rank: int, net: dict[str, Any], **options: Any) -> Trace:
     torch.manual_seed(0)
     options["precision"] = Precision(compute=torch.bfloat16)
     whole = Net(**net)
-    model = FlatFSDP(whole, **options) if net.get("ties") else auto_wrap(whole, by_class(Linear), **options)
+    model = (
+        FlatFSDP(whole, **{"optimize_backward_concat": False, **options})
+        if net.get("ties")
+        else auto_wrap(whole, by_class(Linear), **{"optimize_backward_concat": False, **options})
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
     generator = torch.Generator().manual_seed(rank)
@@ -196,7 +200,7 @@ def train(rank: int, net: dict[str, Any], **options: Any) -> Trace:
 def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
     rank: int, flag: bool, net: dict[str, Any]
 ) -> None:
-    options = {"optimize_backward_concat": flag, "poison_on_free": True}
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
     traces = [train(rank, {"options": head, **net}, **options) for head in ({}, None)]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
 
@@ -205,7 +209,10 @@ def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
 @on_ranks(2)
 def test_chunks_change_gradients_by_rounding_only(rank: int, fused: Any) -> None:
     net = {"options": {"chunk_tokens": 4}, "fused": fused}
-    traces = [train(rank, net, optimize_backward_concat=flag, poison_on_free=True) for flag in (False, True)]
+    traces = [
+        train(rank, net, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
+        for flag in (False, True)
+    ]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
     whole = train(rank, {"options": {}, "fused": fused})
     # The first step; its gradients, added up in another order, make the second one a little different.

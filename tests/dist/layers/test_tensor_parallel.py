@@ -29,7 +29,7 @@ from tests.support.split_layers import (
 WIDTH, OUT, FFN = 64, 96, 128
 HEADS = 8
 JOINT = (32, 16, 16)
-"""Queries, keys and values of a joint projection."""
+"""Queries, keys and values of a packed projection."""
 PARAMETERS = {"query": 32, "key": 16, "value": 16}
 
 
@@ -56,7 +56,7 @@ RMS = {"normalization": "RMSNorm"}
 MAPS = {
     "column": Case(partial(Linear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT)),
     "row": Case(partial(Linear, WIDTH, OUT, parallel_mode="row"), "row", (WIDTH, OUT)),
-    "joint": Case(
+    "pack": Case(
         partial(Linear, WIDTH, sum(JOINT), parallel_mode="column", partition_sizes=JOINT),
         "column",
         (WIDTH, sum(JOINT)),
@@ -139,7 +139,7 @@ def same_as_one_process(
                 raise AssertionError(f"{name}, sequence_parallel={sequence_parallel}: {error}") from error
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (4, ["joint", "mlp", "groups", "post"])])
+@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (4, ["pack", "mlp", "groups", "post"])])
 def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
     run_ranks(world_size, same_as_one_process, names, None, {})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.rng import seeded
 from flatfsdp.contract.tensor_parallel import part_of
@@ -57,8 +57,8 @@ def build(
         precision=Precision(fp8_weights=fp8_weights),
         mesh=parallel.dp,
         tp_group=parallel.tp_group,
-        poison_on_free=True,
-        **options,
+        debug=Debug(poison_on_free=True),
+        **{"optimize_backward_concat": False, **options},
     )
 
 

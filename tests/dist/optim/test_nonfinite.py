@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
 from flatfsdp.contract.tensor_parallel import declare_split
@@ -25,6 +25,7 @@ from tests.support.checkpoints import equal
 from tests.support.fp8_layers import SHORT, Block, Stack, seeded
 from tests.support.fp8_training import batch
 from tests.support.llamas import BATCH, CONFIG, MICROBATCHES, SmallPipeline, mesh_of, microbatches_of
+from tests.support.meshes import replicating
 from tests.support.models import same
 from tests.support.ranks import on_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
@@ -114,7 +115,12 @@ def of_stack(rank: int, kind: str, mode: str, optimizer: Any = None, **options: 
         model = stored_weights.build(True, BF16, **options)
     else:
         precision = Precision(compute=torch.float32 if kind == "fp32" else BF16)
-        model = auto_wrap(seeded(Stack), by_class(Block), precision=precision, **options)
+        model = auto_wrap(
+            seeded(Stack),
+            by_class(Block),
+            precision=precision,
+            **{"optimize_backward_concat": False, **options},
+        )
 
     def run(step: int, factor: float) -> list[Tensor]:
         losses = []
@@ -157,7 +163,7 @@ def test_with_clipping_bf16_moments_and_momentum(rank: int, kind: str) -> None:
 @on_ranks(2)
 def test_replicas(rank: int, how: str, mode: str) -> None:
     """A reduced gradient that is bad on one replica only, which nothing but the verdict tells the other."""
-    check(lambda own: of_stack(rank, "delayed", own, shard=False), Bad(2, 1, how), mode)
+    check(lambda own: of_stack(rank, "delayed", own, mesh=replicating()), Bad(2, 1, how), mode)
 
 
 @pytest.mark.parametrize(("how", "mode"), [("loss", "skip"), ("nan", "raise")])
@@ -270,8 +276,10 @@ def test_a_gradient_that_counts_on_another_rank(rank: int, sizes: tuple[int, ...
 def test_experts(rank: int) -> None:
     """No rank knows the norm of all experts, and all know whether there is a NaN in one."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2])
-    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert))
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=False
+    )
+    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=False)
     optimizer = AdamW(model.parameters(), lr=1e-2, nonfinite="skip")
 
     def values() -> list[Tensor]:
@@ -300,7 +308,7 @@ def test_experts(rank: int) -> None:
 
 @on_ranks(2)
 def test_ordinary_parameters_beside_shards(rank: int) -> None:
-    model = FlatFSDP(nn.Linear(8, 8))
+    model = FlatFSDP(nn.Linear(8, 8), optimize_backward_concat=False)
     extra = nn.Parameter(torch.ones(5))
     optimizer = SGD([extra, *model.parameters()], lr=0.1, nonfinite="skip")
     for bad_rank in range(2):
@@ -341,7 +349,7 @@ def test_ordinary_layers_that_ranks_share(rank: int, bad_rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_gradients_takes_part(rank: int) -> None:
-    model = FlatFSDP(nn.Linear(8, 8))
+    model = FlatFSDP(nn.Linear(8, 8), optimize_backward_concat=False)
     optimizer = AdamW(model.parameters(), nonfinite="skip")
     model(torch.ones(2, 8)).sum().backward()
     (flat,) = model.parameters()
@@ -373,8 +381,18 @@ def test_units_with_and_without_tensor_parallel_ranks(rank: int) -> None:
     """Several roots: the ranks of one unit hear of a NaN in a unit that they do not share."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     split = Linear(4, 8, parallel_mode="column", tp_group=dist.group.WORLD)
-    plain = FlatFSDP(nn.Linear(4, 4), alone)
-    model = nn.Sequential(plain, FlatFSDP(split, alone, tp_group=dist.group.WORLD))
+    plain = FlatFSDP(
+        nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone, "cpu"), optimize_backward_concat=False
+    )
+    model = nn.Sequential(
+        plain,
+        FlatFSDP(
+            split,
+            mesh=DeviceMesh.from_group(alone, "cpu"),
+            tp_group=dist.group.WORLD,
+            optimize_backward_concat=False,
+        ),
+    )
     optimizer = SGD(model.parameters(), lr=0.1, nonfinite="skip")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -393,11 +411,17 @@ def test_experts_beside_two_grids_of_all_ranks(rank: int) -> None:
     everyone = dist.new_group([0, 1, 2, 3])
     mesh = init_device_mesh("cpu", (2, 2))
     units = [
-        FlatFSDP(nn.Linear(8, 8), mesh=mesh),
-        FlatFSDP(nn.Linear(8, 8), everyone),
-        FlatFSDP(nn.Linear(8, 8), pairs[rank // 2]),
+        FlatFSDP(nn.Linear(8, 8), mesh=mesh, optimize_backward_concat=False),
+        FlatFSDP(
+            nn.Linear(8, 8), mesh=DeviceMesh.from_group(everyone, "cpu"), optimize_backward_concat=False
+        ),
+        FlatFSDP(
+            nn.Linear(8, 8),
+            mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"),
+            optimize_backward_concat=False,
+        ),
     ]
-    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), *units))
+    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), *units), optimize_backward_concat=False)
     optimizer = AdamW(model.parameters(), nonfinite="skip")
     for number, skipped in ((1.0, 0), (torch.nan if rank == 3 else 1.0, 1)):
         (model(torch.ones(2, 8)).sum() * number).backward()

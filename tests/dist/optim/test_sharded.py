@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
+from tests.support.meshes import replicating
 from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, batches
@@ -85,8 +86,8 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
     """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
     torch.manual_seed(0)
     net = Net(2)
-    net.blocks[0] = FlatFSDP(net.blocks[0], shard=False)
-    model = auto_wrap(net, by_class(Block))
+    net.blocks[0] = FlatFSDP(net.blocks[0], mesh=replicating(), optimize_backward_concat=False)
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=False)
     groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
     optimizer = AdamW(groups, lr=1e-2, weight_decay=0.5, max_grad_norm=0.3)
     torch.manual_seed(0)
@@ -121,8 +122,10 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
 @on_ranks(4)
 def test_units_over_fewer_ranks_are_refused(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2])
-    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert))
+    expert = FlatFSDP(
+        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=False
+    )
+    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=False)
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
         AdamW(model.parameters(), max_grad_norm=1.0).step()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.weight_cache import WeightCache
@@ -89,7 +89,14 @@ class Pipeline:
         per_stage, indices = 4 // total, range(mesh.pp_rank, total, mesh.pp_size)
         parts = [Part(range(per_stage * i, per_stage * (i + 1)), recipe, group) for i in indices]
         self.models: list[FlatFSDP] = [
-            auto_wrap(part, by_class(Block), mesh=mesh.dp, poison_on_free=True, **options) for part in parts
+            auto_wrap(
+                part,
+                by_class(Block),
+                mesh=mesh.dp,
+                debug=Debug(poison_on_free=True),
+                **{"optimize_backward_concat": False, **options},
+            )
+            for part in parts
         ]
         example = torch.empty(TOKENS, WIDTH)
         shapes = {"input_args": example, "output_args": example} if static else {}

@@ -42,9 +42,13 @@ def test_several_flat_fsdp_modules_in_a_stage() -> None:
         options["optimize_backward_concat"] = flag
         module: nn.Module = part(Ranks.of(mesh.tp_group), mesh.pp_rank)
         if is_one:
-            module = auto_wrap(module, by_class(ParallelMLP), **options)
+            module = auto_wrap(
+                module, by_class(ParallelMLP), **{"optimize_backward_concat": False, **options}
+            )
         else:
-            module = nn.Sequential(*(FlatFSDP(layer, **options) for layer in module))
+            module = nn.Sequential(
+                *(FlatFSDP(layer, **{"optimize_backward_concat": False, **options}) for layer in module)
+            )
         stage = FlatStage(module, mesh.pp_rank, 2, group=mesh.pp_group)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=lambda x, y: (x - y).square().mean())
         x = torch.randn(2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(9))
@@ -83,7 +87,13 @@ def load(rank: int, world_size: int, folder: str, expected: dict[str, Tensor]) -
         mesh = mesh_of(pp=1, tp=tp)
         options: dict[str, Any] = {"tp_group": mesh.tp_group} if tp > 1 else {}
         llama = Llama(CONFIG, seed=7, recipe=RECIPE, **options)
-        model = auto_wrap(llama, by_class(TransformerLayer), mesh=mesh.dp, precision=BF16, **options)
+        model = auto_wrap(
+            llama,
+            by_class(TransformerLayer),
+            mesh=mesh.dp,
+            precision=BF16,
+            **{"optimize_backward_concat": False, **options},
+        )
         optimizer = AdamW(model.parameters(), lr=1e-2)
         checkpoint.load(folder, model, optimizer)
         found = dict(checkpoint.full_state_dict(model))

@@ -102,13 +102,13 @@ def test_in_place_and_strided_give_the_same_bits(
     run: Any, batch_first: bool, interleaved: bool, device: str
 ) -> None:
     cos, sin = tables(16, device)
-    joint = random(3 * 40, batch_first, device, torch.bfloat16)
-    before, q = joint.clone(), joint[..., 40:80]
+    pack = random(3 * 40, batch_first, device, torch.bfloat16)
+    before, q = pack.clone(), pack[..., 40:80]
     expected = turn(run, q.contiguous(), cos, sin, batch_first=batch_first, interleaved=interleaved)
     assert torch.equal(turn(run, q, cos, sin, batch_first=batch_first, interleaved=interleaved), expected)
     run(q, None, cos, sin, batch_first, interleaved, False)
     assert torch.equal(q, expected)
-    assert torch.equal(joint[..., :40], before[..., :40]) and torch.equal(joint[..., 80:], before[..., 80:])
+    assert torch.equal(pack[..., :40], before[..., :40]) and torch.equal(pack[..., 80:], before[..., 80:])
 
 
 def test_more_heads_than_a_tile_holds(device: str) -> None:

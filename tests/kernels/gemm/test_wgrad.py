@@ -231,7 +231,7 @@ def test_with_nvmath_the_log_names_cublas_lt(
     with caplog.at_level(logging.INFO, cublas_lt.__name__):
         assert cublas_lt.bindings() is cublas_lt.bindings() is bindings
     assert [record.getMessage() for record in caplog.records] == [
-        "Weight gradients and FP8 products: cuBLASLt 130000 through nvmath-python, accumulating in place"
+        "Weight gradients and FP8 GEMMs: cuBLASLt 130000 through nvmath-python, accumulating in place"
     ]
 
 

@@ -8,7 +8,7 @@ Two things have no counterpart in DDP, or a different one:
 
     one more reduction     ranks reduce different numbers of times: nothing can be right
     skips the optimizer    whose shard it is does not update it, for all ranks that share these parameters;
-                           with `shard=False` that is DDP's behaviour, the copies differ from then on
+                           with a mesh of (N, 1) that is DDP's behaviour, the copies differ from then on
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Run:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
-        self.model: FlatFSDP = auto_wrap(net, by_class(nn.Linear))
+        self.model: FlatFSDP = auto_wrap(net, by_class(nn.Linear), optimize_backward_concat=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.step = 0
 

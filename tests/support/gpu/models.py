@@ -8,6 +8,7 @@ import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from tests.support.meshes import placed
 from tests.support.models import Trace, grads_of
 
 BF16 = Precision(compute=torch.bfloat16)
@@ -17,7 +18,9 @@ WIDE = GPTConfig(layers=6, hidden=2048, heads=16, seq=1024)
 
 
 def build(config: GPTConfig = SMALL, **options: Any) -> FlatFSDP:
-    return auto_wrap(GPT(config), by_class(Block), device="cuda", **options)
+    return auto_wrap(
+        GPT(config), by_class(Block), device="cuda", **{"optimize_backward_concat": False, **placed(options)}
+    )
 
 
 def tokens(config: GPTConfig, rank: int, count: int) -> list[torch.Tensor]:

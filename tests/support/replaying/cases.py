@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Precision, by_class
+from flatfsdp import Debug, Precision, by_class
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, VOCAB, Family
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
+from tests.support.meshes import replicating
 
 
 class Plain(nn.Module):
@@ -47,7 +48,8 @@ def nothing(_model: Any) -> None:
 def compile_blocks(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, Plain):
-            module.compile()
+            # Otherwise each compiled model chooses its kernels by timing them, and they sum in other orders.
+            module.compile(options={"deterministic": True})
 
 
 def recompute(model: Any, **options: Any) -> None:
@@ -66,7 +68,7 @@ def convert_all(model: Any) -> None:
 
 
 def on_all_ranks() -> dict[str, Any]:
-    return {"shard": False}
+    return {"mesh": replicating()}
 
 
 def hybrid() -> dict[str, Any]:
@@ -121,7 +123,7 @@ class Case(NamedTuple):
             ),
             reshard_after_forward=self.reshard,
             optimize_backward_concat=True,
-            poison_on_free=self.poison,
+            debug=Debug(poison_on_free=self.poison),
             **self.spread(),
         )
         self.ready(model)

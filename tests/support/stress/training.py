@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, Prefetch, auto_wrap, microbatches
 from flatfsdp.engine.storage.shard_grad import plain
+from tests.support.meshes import replicating
 from tests.support.ranks import cached_in_file
 from tests.support.stress.models import BATCH, VOCAB, Call, Model, PlannedError, hidden_of
 from tests.support.stress.plans import Dtypes, FailWhere, Interlude, Plan, Schedule, Step
@@ -245,14 +246,13 @@ def sharded(plan: Plan, rank: int, flag: bool) -> Members:
 def wrap(plain: nn.Module, plan: Any, flag: bool) -> FlatFSDP:
     """Each module of the plan's units, and the whole, sharded as the plan says."""
     options = {
-        "mesh": _hybrid_mesh() if plan.sharding == "hybrid" else None,
-        "shard": plan.sharding != "replicate",
+        "mesh": {"hybrid": _hybrid_mesh, "replicate": replicating}.get(plan.sharding, lambda: None)(),
         "precision": PRECISIONS[plan.dtypes],
         "reshard_after_forward": plan.reshard_after_forward,
         "optimize_backward_concat": flag,
         "grad_sync": "every" if plan.every else "last",
         "prefetch": Prefetch(plan.prefetch_forward, plan.prefetch_backward),
-        "poison_on_free": plan.poison,
+        "debug": Debug(poison_on_free=plan.poison),
     }
     if not any(map(_is_unit, plain.modules())):
         return FlatFSDP(plain, **options)

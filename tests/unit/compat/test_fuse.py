@@ -387,7 +387,7 @@ def test_the_wrong_order_raises() -> None:
     fused = fuse(build("Llama"))
     with pytest.raises(ValueError, match="LlamaForCausalLM is fused already; unfuse it first"):
         fuse(fused)
-    wrapped = FlatFSDP(build("Llama"))
+    wrapped = FlatFSDP(build("Llama"), optimize_backward_concat=False)
     with pytest.raises(ValueError, match="sharded already; fuse first, then shard"):
         fuse(wrapped)
     with pytest.raises(ValueError, match=r"Linear has no layer that is fused; known are .*LlamaDecoderLayer"):
@@ -417,7 +417,7 @@ def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> No
 
 @needs_peft
 @pytest.mark.parametrize("fuse_first", [True, False])
-def test_adapters_of_query_and_value_add_to_the_joint_projection(fuse_first: bool, silence: None) -> None:
+def test_adapters_of_query_and_value_add_to_the_pack_projection(fuse_first: bool, silence: None) -> None:
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)

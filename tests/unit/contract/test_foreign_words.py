@@ -14,8 +14,8 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, shard
 from flatfsdp.contract.foreign_words import DTYPES, METHODS, OPTIONS
-from flatfsdp.engine.in_place.options import ShardOptions
 from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.options import Options
 from tests.unit.docs.pages import DOCS
 
 
@@ -51,18 +51,20 @@ def test_a_method_of_fsdp2_names_ours(method: str) -> None:
 
 
 def test_typos_and_signatures_are_pythons() -> None:
-    for call in CALLS.values():
-        with pytest.raises(TypeError, match="unexpected keyword argument 'reshard_after'"):
+    for name, call in CALLS.items():
+        with pytest.raises(
+            TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'reshard_after'"
+        ):
             call(reshard_after=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'compute_dtype'"):
         Precision(compute_dtype=torch.bfloat16)  # type: ignore[call-arg]
     assert "compute" in inspect.signature(Precision).parameters
-    assert list(inspect.signature(FlatFSDP).parameters)[:3] == ["module", "process_group", "mesh"]
-    assert list(inspect.signature(shard).parameters)[:2] == ["module", "policy"]
+    assert list(inspect.signature(FlatFSDP).parameters) == ["module", "options"]
+    assert list(inspect.signature(shard).parameters) == ["module", "policy", "options"]
 
 
 def test_no_word_is_ours() -> None:
-    options = {*ShardOptions.__annotations__, *inspect.signature(FlatFSDP).parameters, "policy"}
+    options = {*Options.__annotations__, "policy"}
     assert not options & OPTIONS.keys()
     assert not inspect.signature(Precision).parameters.keys() & DTYPES.keys()
     # In place, the class of the model is behind ours.
@@ -84,7 +86,7 @@ def test_the_words_of_the_pages_are_answered(page: Path) -> None:
     """Those of the first column that are options there and not here."""
     cells = re.findall(r"^\| ([^|]*) \|", page.read_text(), re.MULTILINE)
     words = {word for cell in cells for word in re.findall(r"\b([a-z_0-9]+)=(?!=)", cell)}
-    ours = {*ShardOptions.__annotations__, *OPTIONS, *DTYPES}
+    ours = {*Options.__annotations__, *OPTIONS, *DTYPES}
     assert words - ours == words & {
         "min_num_params",  # of a policy
         "offload_params",  # of CPUOffload
@@ -121,6 +123,6 @@ def test_a_second_shard_says_so() -> None:
 def test_a_number_is_no_flag(call: str) -> None:
     with pytest.raises(TypeError, match=r"reshard_after_forward is 2; .*FSDP2's.*mesh="):
         CALLS[call](reshard_after_forward=2)
-    for name in ("shard", "cpu_offload", "optimize_backward_concat", "cast_inputs"):
+    for name in ("sync_module_states", "cpu_offload", "optimize_backward_concat", "cast_inputs"):
         with pytest.raises(TypeError, match=rf"{name} is 'no'; it must be True or False$"):
             CALLS[call](**{name: "no"})

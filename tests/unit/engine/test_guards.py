@@ -31,9 +31,9 @@ class Engine(DeepSpeedEngine):
 @pytest.mark.parametrize("kind", [DeepSpeedEngine, Engine])
 def test_engines_of_other_libraries_are_known_by_name(kind: type[DeepSpeedEngine]) -> None:
     with pytest.raises(ValueError, match="DeepSpeedEngine around a model that FlatFSDP has sharded"):
-        kind(nn.Sequential(FlatFSDP(nn.Linear(2, 2))))
+        kind(nn.Sequential(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)))
     with pytest.raises(ValueError, match=r"0 is in the hands of DeepSpeedEngine.*plain module"):
-        FlatFSDP(nn.Sequential(kind(nn.Linear(2, 2))))
+        FlatFSDP(nn.Sequential(kind(nn.Linear(2, 2))), optimize_backward_concat=False)
     kind(nn.Linear(2, 2))
 
 
@@ -56,15 +56,15 @@ def test_hooks_of_the_process_are_installed_once() -> None:
             len(optimizers_of_torch._global_optimizer_pre_hooks),
         )
 
-    FlatFSDP(nn.Linear(2, 2))
+    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
     before = installed()
-    FlatFSDP(nn.Linear(2, 2))
+    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
     assert installed() == before
     assert min(before) >= 1
 
 
 def test_an_optimizer_that_has_no_parameter_of_a_unit_steps() -> None:
-    FlatFSDP(nn.Linear(2, 2))
+    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
     weight = nn.Parameter(torch.ones(2, 2))
     groups = [{"params": [], "weight_decay": 0.1}, {"params": [weight], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import whole_shape
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.flat.layout import FlatLayout, ParamSpec

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.comm.ranks import ALONE
-from flatfsdp.contract.joint import Joint, is_joined, joined
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
+from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
 from flatfsdp.engine.claim import bindings_of
 from flatfsdp.flat.layout import Role
 from tests.support.joint_layers import QKV, ROWS, WIDTH, Layer, Net, OneWeight, batch, loss_of
@@ -61,7 +61,7 @@ def test_gradients_of_inputs_alone_write_nothing(flag: bool, fuse: Any) -> None:
 @FLAGS
 @FUSED
 def test_a_backward_to_one_part_brings_that_parts_gradient(flag: bool, fuse: Any) -> None:
-    """It must not write the joint's gradient into main_grad, where parts that got none would be reduced."""
+    """It must not write the pack's gradient into main_grad, where parts that got none would be reduced."""
     model, x = wrapped(flag, fuse, reshard_after_forward=False), batch(0)
     part = model.module.layers[1].module.qkv.parts["k"].weight
     name = "layers.1.qkv.parts.k.weight"
@@ -94,7 +94,7 @@ def test_parts_frozen_between_forward_and_backward_get_nothing(fuse: Any) -> Non
 @FLAGS
 @FUSED
 def test_a_part_written_between_forward_and_backward_is_named(flag: bool, fuse: Any) -> None:
-    """The joint, which autograd has saved, does not count writes to its parts."""
+    """The pack, which autograd has saved, does not count writes to its parts."""
     model = wrapped(flag, fuse)
     loss = loss_of(model, batch(0))
     with torch.no_grad():
@@ -117,8 +117,8 @@ def test_joints_are_the_memory_of_their_parts(flag: bool, reshard: bool) -> None
             weight, bias = layer.qkv.found
             parts = list(layer.qkv.parts.values())
             assert weight.shape == (sum(ROWS.values()), WIDTH) and bias.shape == (sum(ROWS.values()),)
-            for joint, kind in ((weight, "weight"), (bias, "bias")):
-                rows = joint.split(list(ROWS.values()))
+            for pack, kind in ((weight, "weight"), (bias, "bias")):
+                rows = pack.split(list(ROWS.values()))
                 tensors = [getattr(part, kind) for part in parts]
                 assert [r.data_ptr() for r in rows] == [t.data_ptr() for t in tensors]
                 assert all(torch.equal(r, t) for r, t in zip(rows, tensors, strict=True))
@@ -128,29 +128,29 @@ def test_joints_are_the_memory_of_their_parts(flag: bool, reshard: bool) -> None
             grads = [part.weight.get_main_grad() for part in parts]
             assert [r.data_ptr() for r in target.split(list(ROWS.values()))] == [g.data_ptr() for g in grads]
             # The same tensors serve all forwards.
-            again = joined(layer.qkv, layer.qkv.declared_joints()[0])
+            again = packed_tensor(layer.qkv, layer.qkv.packed_parameters()[0])
             assert again is weight
 
 
 @FLAGS
-def test_while_they_are_sharded_joints_are_nan(flag: bool) -> None:
+def test_while_they_are_sharded_packs_are_nan(flag: bool) -> None:
     params = wrapped(flag).module.layers[0].fsdp_state.unit.groups[0].params
-    weight = params.joint(0)
+    weight = params.pack(0)
     assert weight.isfinite().all()
     params.conceal()
-    assert params.joint(0).isnan().all() and params.joint(0).shape == (sum(ROWS.values()), WIDTH)
+    assert params.pack(0).isnan().all() and params.pack(0).shape == (sum(ROWS.values()), WIDTH)
     params.show()
-    assert params.joint(0) is weight
+    assert params.pack(0) is weight
 
 
 @FLAGS
-def test_a_frozen_group_has_joints_without_gradients(flag: bool) -> None:
+def test_a_frozen_group_has_packs_without_gradients(flag: bool) -> None:
     model = wrapped(flag)
     model.requires_grad_(False)
     x = batch(0).requires_grad_()
     loss_of(model, x).backward()
     layer = model.module.layers[0].module.qkv
-    assert not any(joint.requires_grad for joint in layer.found)
+    assert not any(pack.requires_grad for pack in layer.found)
     assert layer.found[0].data_ptr() == layer.parts["q"].weight.data_ptr()
     net, y = Net(fuse=False), batch(0).requires_grad_()
     loss_of(net, y).backward()
@@ -158,11 +158,11 @@ def test_a_frozen_group_has_joints_without_gradients(flag: bool) -> None:
     model.requires_grad_(True)
     with model.no_sync():
         loss_of(model, batch(1)).backward()
-    assert all(joint.requires_grad for joint in layer.found)
+    assert all(pack.requires_grad for pack in layer.found)
     assert all(landed(model))
 
 
-# ---- gradients of parts and of joints in one step ---------------------------------------------------------
+# ---- gradients of parts and of packs in one step ---------------------------------------------------------
 
 
 @FLAGS
@@ -170,7 +170,7 @@ def test_a_frozen_group_has_joints_without_gradients(flag: bool) -> None:
 @pytest.mark.parametrize("order", [("", "k", ""), ("k", "", ""), ("", "", "k"), ("k", "v", "k")])
 def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: tuple[str, ...]) -> None:
     """Slots in which nothing has landed yet may hold anything; `poison` makes it NaN."""
-    model, net = wrapped(flag, fuse, poison_on_free=True), Net(fuse=False)
+    model, net = wrapped(flag, fuse, debug=Debug(poison_on_free=True)), Net(fuse=False)
     inputs = list(zip(map(batch, range(3)), order, strict=True))
     for (x, alone), _ in zip(inputs, microbatches(model, [*order]), strict=True):
         loss_of(model, x, alone).backward()
@@ -206,7 +206,7 @@ def interleaved(model: nn.Module, x: Tensor) -> None:
 @FLAGS
 @FUSED
 @pytest.mark.parametrize("use", [twice, retained, interleaved])
-def test_graphs_that_share_a_joint(flag: bool, fuse: Any, use: Any) -> None:
+def test_graphs_that_share_a_pack(flag: bool, fuse: Any, use: Any) -> None:
     model, net = wrapped(flag, fuse), Net(fuse=False)
     with model.no_sync():
         use(model, batch(0))
@@ -234,24 +234,29 @@ def test_joints_land_as_soon_as_they_are_ready() -> None:
     order: list[str] = []
     for index, layer in enumerate(model.module.layers):
         part = layer.module.qkv.parts["q"].weight
-        part.register_post_accumulate_grad_hook(lambda _, index=index: order.append(f"joint {index}"))
+        part.register_post_accumulate_grad_hook(lambda _, index=index: order.append(f"pack {index}"))
         layer.module.norm.weight.register_hook(lambda _, index=index: order.append(f"norm {index}"))
     loss_of(model, batch(0)).backward()
-    assert order == ["joint 1", "norm 1", "joint 0", "norm 0"]
+    assert order == ["pack 1", "norm 1", "pack 0", "norm 0"]
 
 
 # ---- what can be one operand ------------------------------------------------------------------------------
 
 
-def test_models_that_declare_no_joints_are_laid_out_as_they_were() -> None:
+def test_models_that_declare_no_packs_are_laid_out_as_they_were() -> None:
     model = wrapped(True)
-    with_joints = model.module.layers[0].fsdp_state.unit.groups[0].layout
-    plain = auto_wrap(Net(OneWeight), by_class(Layer)).module.layers[0].fsdp_state.unit.groups[0].layout
-    assert [joint.name for joint in with_joints.joints] == ["qkv.qkv_weight", "qkv.qkv_bias"]
-    assert plain.joints == () and plain.runs == tuple((i, i + 1) for i in range(len(plain.slots)))
+    with_packs = model.module.layers[0].fsdp_state.unit.groups[0].layout
+    plain = (
+        auto_wrap(Net(OneWeight), by_class(Layer), optimize_backward_concat=False)
+        .module.layers[0]
+        .fsdp_state.unit.groups[0]
+        .layout
+    )
+    assert [pack.name for pack in with_packs.packs] == ["qkv.qkv_weight", "qkv.qkv_bias"]
+    assert plain.packs == () and plain.runs == tuple((i, i + 1) for i in range(len(plain.slots)))
     # The same bytes in the same places.
-    assert with_joints.numel == plain.numel
-    names = [slot.name for slot in with_joints.slots]
+    assert with_packs.numel == plain.numel
+    names = [slot.name for slot in with_packs.slots]
     kinds = [f"qkv.parts.{part}.{kind}" for kind in ("weight", "bias") for part in ROWS]
     assert names == ["norm.weight", "norm.bias", *kinds, "out.weight", "out.bias"]
 
@@ -262,10 +267,13 @@ def test_state_dicts_keep_names_and_order() -> None:
 
 def test_memory_report_knows_no_copy() -> None:
     options = {"precision": Precision(compute=torch.bfloat16)}
-    with_joints, plain = (
-        auto_wrap(Net(kind), by_class(Layer), **options).memory_report() for kind in (QKV, OneWeight)
+    with_packs, plain = (
+        auto_wrap(
+            Net(kind), by_class(Layer), **{"optimize_backward_concat": False, **options}
+        ).memory_report()
+        for kind in (QKV, OneWeight)
     )
-    assert with_joints == plain
+    assert with_packs == plain
 
 
 def frozen_beside_trained() -> tuple[Net, type]:
@@ -301,11 +309,11 @@ def tied_to_each_other() -> tuple[Net, type]:
 )
 def test_what_cannot_be_one_operand_is_none(make: Any) -> None:
     net, unit = make()
-    assert all(not is_joined(net.layers[0].qkv, name) for name in ("qkv_weight", "qkv_bias"))
+    assert all(not is_packed(net.layers[0].qkv, name) for name in ("qkv_weight", "qkv_bias"))
     model = auto_wrap(net, by_class(unit), optimize_backward_concat=True)
     layer = next(m for m in model.modules() if isinstance(m, QKV))
-    weight, bias = (joined(layer, joint) for joint in layer.declared_joints())
-    assert weight is None and not is_joined(layer, "qkv_weight")
+    weight, bias = (packed_tensor(layer, pack) for pack in layer.packed_parameters())
+    assert weight is None and not is_packed(layer, "qkv_weight")
     assert bias is None
     if make is not of_odd_sizes:
         loss_of(model, batch(0)).backward()
@@ -326,37 +334,37 @@ def test_parts_are_stored_in_fp8_together_or_not_at_all() -> None:
     tied.other.weight = tied.qkv.parts["v"].weight
     assert in_fp8(tied) == set()
     bindings = bindings_of(tied, list(tied.parameters()), ALONE, fp8=True)
-    assert [joint.name for b in bindings for joint in b.layout.joints] == ["qkv.qkv_weight", "qkv.qkv_bias"]
+    assert [pack.name for b in bindings for pack in b.layout.packs] == ["qkv.qkv_weight", "qkv.qkv_bias"]
 
 
-def test_a_joint_of_one_part_may_be_stored_in_fp8() -> None:
+def test_a_pack_of_one_part_may_be_stored_in_fp8() -> None:
     layer = Layer(QKV, rows={"q": 64})
     assert in_fp8(layer) == {"qkv.parts.q.weight"}
-    assert not is_joined(layer.qkv, "qkv_weight")
+    assert not is_packed(layer.qkv, "qkv_weight")
 
 
-def test_a_parameter_is_in_one_joint(caplog: pytest.LogCaptureFixture) -> None:
-    """The first layer that asks for it has it; another with the same parts has the same joint."""
+def test_a_parameter_is_in_one_pack(caplog: pytest.LogCaptureFixture) -> None:
+    """The first layer that asks for it has it; another with the same parts has the same pack."""
     layer = Layer()
     layer.again, layer.swapped = QKV(), QKV()
     layer.again.parts = layer.qkv.parts
     layer.again._of_kind = layer.qkv._of_kind
     layer.swapped._of_kind = {
-        kind: Joint("swapped", joint.parts[::-1]) for kind, joint in layer.qkv._of_kind.items()
+        kind: Pack("swapped", pack.parts[::-1]) for kind, pack in layer.qkv._of_kind.items()
     }
-    model = FlatFSDP(layer)
-    assert joined(layer.again, layer.again.declared_joints()[0]) is joined(
-        layer.qkv, layer.qkv.declared_joints()[0]
+    model = FlatFSDP(layer, optimize_backward_concat=False)
+    assert packed_tensor(layer.again, layer.again.packed_parameters()[0]) is packed_tensor(
+        layer.qkv, layer.qkv.packed_parameters()[0]
     )
-    assert joined(layer.swapped, layer.swapped.declared_joints()[0]) is None
-    assert "one of its parameters is in another joint" in caplog.text
+    assert packed_tensor(layer.swapped, layer.swapped.packed_parameters()[0]) is None
+    assert "one of its parameters is in another pack" in caplog.text
     assert loss_of(model, batch(0)).isfinite()
 
 
 def test_without_an_engine_parts_are_concatenated() -> None:
     layer = Net().layers[0].qkv
-    joint = layer.declared_joints()[0]
-    weight = joined(layer, joint)
+    pack = layer.packed_parameters()[0]
+    weight = packed_tensor(layer, pack)
     assert torch.equal(weight, torch.cat([part.weight for part in layer.parts.values()]))
     weight.sum().backward()
     assert all(torch.equal(p.weight.grad, torch.ones_like(p.weight)) for p in layer.parts.values())
@@ -367,7 +375,7 @@ def test_inside_summon_full_params_the_parts_are_concatenated() -> None:
     layer = model.module.layers[0].module.qkv
     with model.summon_full_params():
         layer.parts["k"].weight.data.fill_(2.0)
-        weight = joined(layer, layer.declared_joints()[0])
+        weight = packed_tensor(layer, layer.packed_parameters()[0])
         assert torch.equal(weight, torch.cat([part.weight for part in layer.parts.values()]))
     loss_of(model, batch(0))
     assert layer.found[0].split(list(ROWS.values()))[1].eq(2.0).all()
@@ -392,7 +400,7 @@ def test_a_group_that_was_built_frozen_can_be_trained(flag: bool) -> None:
 
 
 @FLAGS
-def test_a_model_with_joints_is_freed(flag: bool) -> None:
+def test_a_model_with_packs_is_freed(flag: bool) -> None:
     model = wrapped(flag)
     loss_of(model, batch(0)).backward()
     alive = weakref.ref(model.module.layers[0]), weakref.ref(model.module.layers[0].module.qkv.parts["q"])
@@ -403,5 +411,5 @@ def test_a_model_with_joints_is_freed(flag: bool) -> None:
 
 def test_a_copied_layer_has_parameters_of_its_own() -> None:
     layer = wrapped(True).module.layers[0].module.qkv
-    assert is_joined(layer, "qkv_weight")
-    assert not is_joined(copy.deepcopy(layer), "qkv_weight")
+    assert is_packed(layer, "qkv_weight")
+    assert not is_packed(copy.deepcopy(layer), "qkv_weight")

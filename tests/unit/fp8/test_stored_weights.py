@@ -24,7 +24,7 @@ PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 
 def stored(module: nn.Module) -> set[str]:
     """Names of the parameters that are stored in FP8 once `module` is wrapped."""
-    model = FlatFSDP(module, precision=PRECISION)
+    model = FlatFSDP(module, precision=PRECISION, optimize_backward_concat=False)
     return {
         slot.name
         for group in model.fsdp_state.unit.groups
@@ -77,7 +77,9 @@ def test_weights_in_several_pieces_are_one_operand() -> None:
 
 
 def forward(recipe: Any) -> Tensor:
-    model = auto_wrap(seeded(partial(Stack, blocks=1)), by_class(Block), precision=PRECISION)
+    model = auto_wrap(
+        seeded(partial(Stack, blocks=1)), by_class(Block), precision=PRECISION, optimize_backward_concat=False
+    )
     with autocast(enabled=recipe is not None, recipe=recipe):
         return model(torch.randn(TOKENS, WIDTH))
 
@@ -93,16 +95,20 @@ def test_either_scaling_of_tensors_will_do_and_none(recipe: Any) -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION)
+    model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION, optimize_backward_concat=False)
     with pytest.raises(ValueError, match="no layer has a weight that only FP8 GEMMs read"):
         model(torch.randn(16, 32))
 
 
 def test_units_have_one_way_to_scale() -> None:
     other = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling(power_of_two_scales=False))
-    model = nn.Sequential(*(FlatFSDP(Linear(32, 32), precision=p) for p in (PRECISION, other)))
+    model = nn.Sequential(
+        *(FlatFSDP(Linear(32, 32), precision=p, optimize_backward_concat=False) for p in (PRECISION, other))
+    )
     with pytest.raises(ValueError, match=r"unit 1 has fp8_weights=.* make them equal"):
-        FlatFSDP(model, precision=Precision(compute=torch.bfloat16))(torch.randn(16, 32))
+        FlatFSDP(model, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False)(
+            torch.randn(16, 32)
+        )
 
 
 @pytest.mark.parametrize("value", [True, DelayedScaling(), "fp8"])
@@ -119,7 +125,9 @@ def test_not_from_float64(station: str) -> None:
 
 def test_a_kept_weight_reads_as_nan() -> None:
     """Computing with the parameter itself is noticed."""
-    model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
+    model = FlatFSDP(
+        nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
+    )
     weight = model.module[0].weight
     assert weight.shape == (32, 32) and weight.dtype == torch.bfloat16 and weight.isnan().all()
 
@@ -130,7 +138,9 @@ def test_scales_are_those_of_the_recipe(eps: float, power_of_two: bool) -> None:
     recipe = CurrentScaling(amax_epsilon=eps, power_of_two_scales=power_of_two)
     net = seeded(Block)
     weight = net.down.weight.detach().clone()
-    model = FlatFSDP(net, precision=Precision(compute=torch.bfloat16, fp8_weights=recipe))
+    model = FlatFSDP(
+        net, precision=Precision(compute=torch.bfloat16, fp8_weights=recipe), optimize_backward_concat=False
+    )
     with autocast(recipe=recipe):
         model(torch.randn(TOKENS, WIDTH))
     operand = model.module.down.weight.fp8_operand()
@@ -145,14 +155,16 @@ def test_overflow_saturates_and_nan_stays() -> None:
     net = seeded(Block)
     with torch.no_grad():
         net.down.weight[0, 0] = torch.nan
-    model = FlatFSDP(net, precision=PRECISION)
+    model = FlatFSDP(net, precision=PRECISION, optimize_backward_concat=False)
     with autocast(recipe=CurrentScaling()):
         assert model(torch.randn(TOKENS, WIDTH)).isnan().any()
 
 
 def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU."""
-    model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
+    model = FlatFSDP(
+        nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
+    )
     (group,) = (group for group in model.fsdp_state.unit.groups if group.fp8 is not None)
     on_device = torch.empty(group.layout.padded_numel(1), dtype=torch.float8_e4m3fn, device="meta")
     weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, poison=False)

@@ -109,7 +109,7 @@ def test_more_keys_than_queries() -> None:
 
 
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
-def test_views_of_a_joint_projection_reach_torch_uncopied(qkv_format: str, monkeypatch: Any) -> None:
+def test_views_of_a_pack_projection_reach_torch_uncopied(qkv_format: str, monkeypatch: Any) -> None:
     mixed = torch.randn(SEQ, BATCH, 3 * HEADS * DIM)
     seen: list[Tensor] = []
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.contract.joint import JOINT_PARTS, leave_joined
+from flatfsdp.contract.packed import PACKED_PARTS, leave_packed
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import (
     LayerNormLinear,
@@ -158,14 +158,14 @@ def test_parameters_that_an_engine_has_joined(bias: bool, fused: Any, recipe: An
     """One GEMM reads the engine's tensor, and writes to its buffer; nothing is concatenated."""
     split = Linear(WIDTH, FFN, bias=bias, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=fused)
     whole = Linear(WIDTH, FFN, bias=bias)
-    joints = split.declared_joints()
-    assert [joint.name for joint in joints] == (["weight", "bias"] if bias else ["weight"])
+    packs = split.packed_parameters()
+    assert [pack.name for pack in packs] == (["weight", "bias"] if bias else ["weight"])
     with torch.no_grad():
-        for joint in joints:
-            torch.cat(joint.tensors(), out=getattr(whole, joint.name))
-    engine = {joint.name: torch.cat(joint.tensors()).detach().requires_grad_() for joint in joints}
+        for pack in packs:
+            torch.cat(pack.tensors(), out=getattr(whole, pack.name))
+    engine = {pack.name: torch.cat(pack.tensors()).detach().requires_grad_() for pack in packs}
     for name, tensor in engine.items():
-        leave_joined(split, name, lambda tensor=tensor: tensor)
+        leave_packed(split, name, lambda tensor=tensor: tensor)
     buffer = claimed(engine["weight"])
     for part in split.parameters():
         part.data.fill_(torch.nan)
@@ -178,7 +178,7 @@ def test_parameters_that_an_engine_has_joined(bias: bool, fused: Any, recipe: An
         assert torch.equal(engine["bias"].grad, whole.bias.grad)
 
 
-def test_of_split_parameters_the_joint_may_be_kept_in_fp8() -> None:
+def test_of_split_parameters_the_pack_may_be_kept_in_fp8() -> None:
     """This needs each of them to have a size that suits FP8."""
     assert Linear(32, 48, parameters_split=["q", "k", "v"]).fp8_weights() == ("weight",)
     assert Linear(32, 64, parameters_split={"q": 40, "k": 24}).fp8_weights() == ()
@@ -191,7 +191,7 @@ def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], An
     other = copied(layer)
     with torch.no_grad():
         layer.a_weight.fill_(torch.nan)
-    assert all(module is other for joint in other.declared_joints() for module, _ in joint.parts)
+    assert all(module is other for pack in other.packed_parameters() for module, _ in pack.parts)
     assert other(torch.randn(3, 4)).isfinite().all()
 
 
@@ -207,8 +207,8 @@ def test_split_parameters_are_freed_with_their_layer() -> None:
         gc.enable()
 
 
-def test_one_parameter_is_no_joint() -> None:
-    assert Linear(4, 6).declared_joints() == Linear(4, 6, parameters_split=["q"]).declared_joints() == ()
+def test_one_parameter_is_no_pack() -> None:
+    assert Linear(4, 6).packed_parameters() == Linear(4, 6, parameters_split=["q"]).packed_parameters() == ()
 
 
 # ---- weights [in, out] ----------------------------------------------------------------------------------
@@ -249,12 +249,12 @@ def test_the_gradient_of_a_transposed_weight_lands_as_it_lies(recipe: Any, fused
     assert_equal(buffers, gradients_of_parameters[1:3])
 
 
-def test_a_backward_to_some_parts_of_a_transposed_joint() -> None:
+def test_a_backward_to_some_parts_of_a_transposed_pack() -> None:
     module = turned(fuse_wgrad_accumulation=True)
     parts = [nn.Parameter(part.detach().clone()) for part in module.up.weight.split([WIDTH // 2] * 2)]
     x, weight = torch.randn(TOKENS, WIDTH), torch.cat(parts)
     (expected,) = torch.autograd.grad((x @ weight).square().sum(), parts[:1])
-    JOINT_PARTS.leave(weight, tuple(parts))
+    PACKED_PARTS.leave(weight, tuple(parts))
     buffer = claimed(weight)
     up = MapOf("up_weight", weight, None, transposed=True)
     out = linear(module, up, prepare(module, x, up, module.maps[1]))

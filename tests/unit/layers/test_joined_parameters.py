@@ -77,17 +77,20 @@ def test_the_bits_of_one_parameter(kind: Any, fused: Any, flag: bool, precision:
         assert torch.equal(joined, theirs[1][kind_of]), kind_of
 
 
-def test_attention_without_a_joint_parameter_may_fuse_its_gradients() -> None:
+def test_attention_without_a_pack_parameter_may_fuse_its_gradients() -> None:
     """By default query, key and value are separate parameters."""
-    model = FlatFSDP(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, fuse_wgrad_accumulation=True))
+    model = FlatFSDP(
+        MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, fuse_wgrad_accumulation=True),
+        optimize_backward_concat=False,
+    )
     model(torch.randn(4, 2, HIDDEN)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_parts_that_are_not_all_trained_are_no_joint() -> None:
+def test_parts_that_are_not_all_trained_are_no_pack() -> None:
     layer = Linear(WIDTH, FFN, parameters_split=PARTS, fuse_wgrad_accumulation=True)
     layer.k_weight.requires_grad_(False)
-    model = FlatFSDP(layer)
+    model = FlatFSDP(layer, optimize_backward_concat=False)
     with pytest.raises(RuntimeError, match=r"one GEMM writes their gradients .* all have to be trained"):
         model(torch.randn(TOKENS, WIDTH))
     apart = Linear(WIDTH, FFN, parameters_split=PARTS, fuse_wgrad_accumulation="if_claimed")
@@ -97,4 +100,4 @@ def test_parts_that_are_not_all_trained_are_no_joint() -> None:
     with torch.no_grad():
         plain.weight.copy_(copied_back)
     expected = plain(x)
-    assert torch.equal(FlatFSDP(apart)(x), expected)
+    assert torch.equal(FlatFSDP(apart, optimize_backward_concat=False)(x), expected)

@@ -222,7 +222,7 @@ def test_contradicting_options_are_named(arguments: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_with_rope_nothing_saved_keeps_the_joint_projection(interleaved: bool) -> None:
+def test_with_rope_nothing_saved_keeps_the_pack_projection(interleaved: bool) -> None:
     """Its queries and keys would be kept twice, before and after the rotation."""
     heads, groups, dim = 4, 2, 8
     layer = MultiheadAttention(
@@ -244,5 +244,5 @@ def test_with_rope_nothing_saved_keeps_the_joint_projection(interleaved: bool) -
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         layer(x).sum().backward()
-    joint = 4 * x.shape[0] * x.shape[1] * (heads + 2 * groups) * dim
-    assert joint not in kept.values()
+    pack = 4 * x.shape[0] * x.shape[1] * (heads + 2 * groups) * dim
+    assert pack not in kept.values()

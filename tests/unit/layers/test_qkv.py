@@ -89,7 +89,7 @@ def test_split_and_rotate_at_once(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_what_attention_saves_is_not_the_joint_projection(interleaved: bool) -> None:
+def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> None:
     mixed = plain.leaf(5, 3, 4 * 8)
     cos, sin, _ = RotaryPositionEmbedding(8)(5)
     for part in split_and_rotate(mixed, 2, 1, 8, interleaved, cos, sin, batch_first=False, neighbours=False):

@@ -65,7 +65,7 @@ def test_turning_against_float64(batch_first: bool, interleaved: bool) -> None:
     plain.same_gradients(ours, expected, [plain.leaf(3, 7, 2, 12)], 1e-6)
 
 
-def test_slices_of_a_joint_projection_are_read_in_place() -> None:
+def test_slices_of_a_pack_projection_are_read_in_place() -> None:
     tables = RotaryPositionEmbedding(8)(5)
     mixed = plain.leaf(5, 2, 6, 8)
     part = mixed[:, :, 1:3]

@@ -40,7 +40,7 @@ def test_tables_add_up_and_say_whether_it_fits() -> None:
         "master shard, float32",
         "activations",
         "gradients reduced over shards",
-        "products",
+        "gemms",
         "It fits",
     ):
         assert words in result.output
@@ -76,7 +76,7 @@ def test_machines_come_from_a_file_and_from_options(tmp_path: Path) -> None:
     default, half = planned("--gpus", "4"), planned("--gpus", "4", "--machine", str(slower))
     assert half["machine"]["name"] == "half"
     gradients = 8.03e9 * 4 / 3.84e12  # written, which takes the same time
-    both = [each["seconds"]["products"] - gradients for each in (half, default)]
+    both = [each["seconds"]["gemms"] - gradients for each in (half, default)]
     assert both[0] == pytest.approx(2 * both[1], rel=0.01)
     fast = planned("--gpus", "4", "--machine", str(slower), "--link-bandwidth", "330")
     assert (

@@ -42,7 +42,7 @@ class Converted:
         self.shapes = {name: tuple(value.shape) for name, value in self._convert(_described).items()}
 
     def values(self) -> Values:
-        """Computes the parameters, whole, in host memory."""
+        """Computes the parameters, whole, in CPU memory."""
         return self._convert(Stored.read)
 
     def _convert(self, read: Callable[[Stored], Tensor]) -> Values:

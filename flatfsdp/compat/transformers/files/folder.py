@@ -60,7 +60,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The whole tensor, in host memory."""
+        """The whole tensor, in CPU memory."""
         whole: Tensor = self.file.get_tensor(self.key)
         return whole
 

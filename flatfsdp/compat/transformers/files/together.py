@@ -37,7 +37,7 @@ def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGr
         )
     state = model.fsdp_state
     for ranks in state.grid.dimensions:
-        meet(ranks, doing, state.policy.rank_timeout)
+        meet(ranks, doing, state.policy.timeout)
     if any(unit.fsdp_state.is_whole for _, unit in units_in(model)):
         raise RuntimeError(f"{doing} inside summon_full_params(): call it outside of the block")
     if state.grid.tensor.size > 1:

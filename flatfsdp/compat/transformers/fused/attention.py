@@ -1,4 +1,4 @@
-"""`FusedAttention`: norm and joint projection, rotation, attention and output projection.
+"""`FusedAttention`: norm and packed projection, rotation, attention and output projection.
 
 In:   [batch, seq, hidden], before the norm;  out: the same shape, and the norm's input.
 Next: `layer.py` adds the residual.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.compat.transformers.fused.half import FusedHalf
-from flatfsdp.compat.transformers.fused.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.fused.operands import operands_of, packs_of
 from flatfsdp.compat.transformers.fused.small import norm_of, tables_of
 from flatfsdp.compat.transformers.fused.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -24,7 +24,7 @@ from flatfsdp.compat.transformers.fused.why_not import (
     no_linear,
     skipping,
 )
-from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.packed import Pack
 from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.slices import add_to_slices
@@ -53,12 +53,12 @@ class FusedAttention(FusedHalf):
     attention_dropout: float
     attn_dropout: nn.Dropout
 
-    def declared_joints(self) -> tuple[Joint, ...]:
-        """The joint weight and bias of query, key and value, and the output projection's weight."""
+    def packed_parameters(self) -> tuple[Pack, ...]:
+        """The packed weight and bias of query, key and value, and the output projection's weight."""
         if self._reason() is not None:
             return ()
-        last = joints_of("out", [self._second()])[:1] if self._second_reason() is None else ()
-        return (*self._first_joints(), *last)
+        last = packs_of("out", [self._second()])[:1] if self._second_reason() is None else ()
+        return (*self._first_packs(), *last)
 
     def maps(self, norm: nn.Module) -> AttentionMaps | str:
         """The linear maps of this call, or the reason why transformers has to compute it."""
@@ -68,7 +68,7 @@ class FusedAttention(FusedHalf):
         if checked.reason is not None:
             return checked.reason
         family = self._family
-        operands = operands_of(self, checked.joints)
+        operands = operands_of(self, checked.packs)
         if operands is None:
             return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
         out = None
@@ -117,8 +117,8 @@ class FusedAttention(FusedHalf):
     def _second(self) -> Any:
         return self._modules[self._family.out]
 
-    def _first_joints(self) -> tuple[Joint, ...]:
-        return joints_of("qkv", [lora.base_of(each) for each in self._first()])
+    def _first_packs(self) -> tuple[Pack, ...]:
+        return packs_of("qkv", [lora.base_of(each) for each in self._first()])
 
     def _reason(self) -> str | None:
         family, projections = self._family, self._first()

@@ -105,7 +105,7 @@ def unfuse(model: M) -> M:
 def _require_new(model: nn.Module) -> None:
     if any(is_fused(module) for module in model.modules()):
         raise ValueError(f"fuse: {name_of(model)} is fused already; unfuse it first")
-    _require_unsharded(model, "fuse first, then shard: the parts of a joint weight need places side by side")
+    _require_unsharded(model, "fuse first, then shard: the parts of a packed weight need places side by side")
 
 
 def _require_unsharded(model: nn.Module, way_out: str) -> None:

@@ -16,7 +16,7 @@ from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.fused.operands import require_readable, stored_in_fp8
 from flatfsdp.compat.transformers.fused.why_not import Checked, facts_of, no_dropout, skipping
-from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.packed import Pack
 from flatfsdp.layers.base import MatmulLayer
 
 
@@ -40,14 +40,14 @@ class FusedHalf(FusedPart, MatmulLayer):
         return super().forward(*args, **kwargs)
 
     @abstractmethod
-    def declared_joints(self) -> tuple[Joint, ...]:
-        """The joints of the first maps' weights and biases, and of the second map's weight."""
+    def packed_parameters(self) -> tuple[Pack, ...]:
+        """The packs of the first maps' weights and biases, and of the second map's weight."""
 
     def fp8_weights(self) -> tuple[str, ...]:
         """Names of weights that only FP8 GEMMs of this layer read."""
         if not self.allows_fp8 or self._family.transposed:
             return ()
-        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
+        return stored_in_fp8(pack for pack in self.packed_parameters() if pack.name.endswith("weight"))
 
     def _check(self, norm: nn.Module) -> Checked:
         """Determines what our kernels can compute of it after this norm."""
@@ -55,8 +55,8 @@ class FusedHalf(FusedPart, MatmulLayer):
         facts, checked = facts_of(modules), self._checked
         if checked is None or checked.facts != facts:
             reason = self._reason() or skipping("its norm", norm)
-            joints = () if reason is not None else self._first_joints()
-            checked = Checked(facts, reason, joints, self._second_reason() is None)
+            packs = () if reason is not None else self._first_packs()
+            checked = Checked(facts, reason, packs, self._second_reason() is None)
             vars(self)["_checked"] = checked
         return checked
 
@@ -69,7 +69,7 @@ class FusedHalf(FusedPart, MatmulLayer):
         """The map after them."""
 
     @abstractmethod
-    def _first_joints(self) -> tuple[Joint, ...]: ...
+    def _first_packs(self) -> tuple[Pack, ...]: ...
 
     @abstractmethod
     def _reason(self) -> str | None:

@@ -20,8 +20,8 @@ from flatfsdp.compat.transformers.fused.families import Part
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.fused.mlp import FusedMLP
 from flatfsdp.compat.transformers.fused.small import FusedNorm
-from flatfsdp.contract.joint import is_joined
 from flatfsdp.contract.mixed import About
+from flatfsdp.contract.packed import is_packed
 from flatfsdp.layers.dropout import bias_dropout_add
 from flatfsdp.torch_private import has_global_hooks, never_traced
 
@@ -78,7 +78,7 @@ class FusedLayer(FusedPart, nn.Module):
         if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
             # Generation, one token per call, would concatenate the weights each time.
             attention: Any = self._modules[self._family.attention_at]
-            if not is_joined(attention, "qkv_weight"):
+            if not is_packed(attention, "qkv_weight"):
                 return False
         return all(
             value is None or name in _KNOWN or (value is False and name.startswith("output_"))

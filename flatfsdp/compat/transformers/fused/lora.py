@@ -1,4 +1,4 @@
-"""LoRA around a projection (PEFT): the base weight stays in the joint GEMM, and the deltas are added.
+"""LoRA around a projection (PEFT): the base weight stays in the packed GEMM, and the deltas are added.
 
 y = x w^T + sum over active adapters of (dropout(x) A^T) B^T * scaling
 """

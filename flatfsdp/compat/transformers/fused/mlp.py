@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused.half import FusedHalf
-from flatfsdp.compat.transformers.fused.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.fused.operands import operands_of, packs_of
 from flatfsdp.compat.transformers.fused.small import norm_of
 from flatfsdp.compat.transformers.fused.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -19,8 +19,8 @@ from flatfsdp.compat.transformers.fused.why_not import (
     no_linear,
     skipping,
 )
-from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
+from flatfsdp.contract.packed import Pack
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_mlp, prepare
 
@@ -52,11 +52,11 @@ class FusedMLP(FusedHalf):
     linear_maps = ("fc1", "fc2")
     dropout_index = 1
 
-    def declared_joints(self) -> tuple[Joint, ...]:
-        """The joint weight and bias of gate and linear part, and the second map's weight."""
+    def packed_parameters(self) -> tuple[Pack, ...]:
+        """The packed weight and bias of gate and linear part, and the second map's weight."""
         if self._reason() is not None:
             return ()
-        return (*self._first_joints(), *joints_of("down", [self._second()])[:1])
+        return (*self._first_packs(), *packs_of("down", [self._second()])[:1])
 
     def maps(self, norm: nn.Module) -> MLPMaps | str:
         """The linear maps of this call, or the reason why transformers has to compute it."""
@@ -64,7 +64,7 @@ class FusedMLP(FusedHalf):
         if checked.reason is not None:
             return checked.reason
         family, second = self._family, self._second()
-        operands = operands_of(self, checked.joints)
+        operands = operands_of(self, checked.packs)
         if operands is None:
             return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
         activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]
@@ -100,8 +100,8 @@ class FusedMLP(FusedHalf):
     def _activation(self) -> Any:
         return self._modules[self._family.activation]
 
-    def _first_joints(self) -> tuple[Joint, ...]:
-        return joints_of("gate_up", self._first())
+    def _first_packs(self) -> tuple[Pack, ...]:
+        return packs_of("gate_up", self._first())
 
     def _others(self) -> list[nn.Module]:
         return [self._activation()]

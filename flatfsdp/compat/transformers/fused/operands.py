@@ -1,7 +1,7 @@
-"""Joint operands of several projections' weights, and which of them an engine may store in FP8.
+"""Packed operands of several projections' weights, and which of them an engine may store in FP8.
 
 In:   projections of transformers, possibly inside LoRA.
-Out:  joints for the engine, and the operands that it made of them.
+Out:  packs for the engine, and the operands that it made of them.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.contract.joint import Joint, joined
 from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.contract.packed import Pack, packed_tensor
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 
 
-def joints_of(name: str, bases: Sequence[Any]) -> tuple[Joint, ...]:
-    """The joints of their weights, stacked by rows, and of their biases if they have any."""
+def packs_of(name: str, bases: Sequence[Any]) -> tuple[Pack, ...]:
+    """The packs of their weights, stacked by rows, and of their biases if they have any."""
     kinds = ("weight",) if bases[0].bias is None else ("weight", "bias")
-    return tuple(Joint(f"{name}_{kind}", tuple((each, kind) for each in bases)) for kind in kinds)
+    return tuple(Pack(f"{name}_{kind}", tuple((each, kind) for each in bases)) for kind in kinds)
 
 
-def operands_of(layer: nn.Module, joints: Sequence[Joint]) -> tuple[Tensor, Tensor | None] | None:
+def operands_of(layer: nn.Module, packs: Sequence[Pack]) -> tuple[Tensor, Tensor | None] | None:
     """The weight and bias of one GEMM; None if the weights are not contiguous.
 
     Args:
-        layer: the owner of the joints.
-        joints: the result of `joints_of`.
+        layer: the owner of the packs.
+        packs: the result of `packs_of`.
     """
-    weight = joined(layer, joints[0])
+    weight = packed_tensor(layer, packs[0])
     if weight is None:
         return None
-    if len(joints) == 1:
+    if len(packs) == 1:
         return weight, None
-    bias = joined(layer, joints[1])
-    return weight, torch.cat(joints[1].tensors()) if bias is None else bias
+    bias = packed_tensor(layer, packs[1])
+    return weight, torch.cat(packs[1].tensors()) if bias is None else bias
 
 
 def require_readable(layer: str, modules: Iterable[Any]) -> None:
@@ -53,10 +53,10 @@ def require_readable(layer: str, modules: Iterable[Any]) -> None:
         )
 
 
-def stored_in_fp8(joints: Iterable[Joint]) -> tuple[str, ...]:
+def stored_in_fp8(packs: Iterable[Pack]) -> tuple[str, ...]:
     """Names of weights that an engine may store in FP8: those whose sizes suit FP8 GEMMs."""
     return tuple(
-        joint.name
-        for joint in joints
-        if all(size > 0 and size % ALIGNMENT == 0 for part in joint.tensors() for size in part.shape)
+        pack.name
+        for pack in packs
+        if all(size > 0 and size % ALIGNMENT == 0 for part in pack.tensors() for size in part.shape)
     )

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
+from flatfsdp.contract.packed import Pack
 from flatfsdp.engine.input_casts import is_cast
 from flatfsdp.layers.linear import Linear
 
@@ -31,13 +31,13 @@ class Checked(NamedTuple):
     Attributes:
         facts: that state.
         reason: why the part is left to transformers, or None.
-        joints: the joint operands.
+        packs: the packed operands.
         has_last: whether the last projection is fused, too, or called as a module.
     """
 
     facts: Facts
     reason: str | None
-    joints: tuple[Joint, ...]
+    packs: tuple[Pack, ...]
     has_last: bool = True
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from typing_extensions import Unpack
 
 from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
@@ -21,6 +22,7 @@ from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.claim import default_precision
 from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.layers import convert
@@ -30,39 +32,63 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Values of `TrainingArguments.optim` that select elementwise optimizers of PyTorch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FlatArguments:
     """How FlatTrainer shards and computes a model, beyond TrainingArguments.
 
     Attributes:
         policy: which modules become units; None: the layers that transformers names (`policy_of`).
-        precision: dtypes; None: FP32 masters that compute in bf16 with `TrainingArguments(bf16=True)` or for
-            a bf16 model, and else in FP32.
-        reshard_after_forward: whether to free parameters after use (ZeRO-3) or once a step (ZeRO-2).
-        optimize_backward_concat: whether gradients are concatenated in the last microbatch only.
         fuse: whether our kernels compute the parts that they support (`fuse`).
         fp8: FP8 recipe of the layers' linear maps; None: no FP8.
         fp8_weights: whether the flat buffers hold weights in FP8, one byte per element.
         replay: whether microbatches become CUDA graphs (`flatfsdp.replayed`).
         shard_others: whether models that the trainer only evaluates (references, rewards) are sharded, too,
             by the same policy.  Otherwise each rank holds them whole.
+        options: options of `flatfsdp.shard`, given by name; see `Options`.  Without `precision`, masters are
+            FP32 and computation is in bf16 with `TrainingArguments(bf16=True)` or for a bf16 model, and else
+            in FP32.  All ranks start from the first one's values unless sync_module_states=False.
 
     Raises:
-        TypeError: if `fp8` is no recipe.
-        ValueError: for `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
+        TypeError: if `fp8` is no recipe; for an unknown option.
+        ValueError: for `device` and `param_init_fn`, which the Trainer and the model determine; for
+            `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
     """
 
-    policy: WrapPolicy | None = None
-    precision: Precision | None = None
-    reshard_after_forward: bool = True
-    optimize_backward_concat: bool = True
-    fuse: bool = False
-    fp8: Recipe | None = None
-    fp8_weights: bool = False
-    replay: bool = False
-    shard_others: bool = False
+    policy: WrapPolicy | None
+    fuse: bool
+    fp8: Recipe | None
+    fp8_weights: bool
+    replay: bool
+    shard_others: bool
+    options: Options
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        policy: WrapPolicy | None = None,
+        *,
+        fuse: bool = False,
+        fp8: Recipe | None = None,
+        fp8_weights: bool = False,
+        replay: bool = False,
+        shard_others: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        vars(self).update(
+            policy=policy,
+            fuse=fuse,
+            fp8=fp8,
+            fp8_weights=fp8_weights,
+            replay=replay,
+            shard_others=shard_others,
+            options=options,
+        )
+        require_known("FlatArguments", options)
+        for name in ("device", "param_init_fn"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"FlatArguments cannot do {name}: the Trainer says which device this rank has, and the "
+                    "model how it is initialised"
+                )
         if self.fp8 is not None and not isinstance(self.fp8, Recipe):
             raise TypeError(
                 f"fp8 is {self.fp8!r}; pass a recipe of flatfsdp.fp8: DelayedScaling(), CurrentScaling() or "
@@ -70,7 +96,7 @@ class FlatArguments:
             )
         if self.fp8_weights and self.fp8 is None:
             raise ValueError("FlatArguments has fp8_weights and no recipe; pass fp8=DelayedScaling(), say")
-        if self.replay and not self.optimize_backward_concat:
+        if self.replay and not options.get("optimize_backward_concat", True):
             raise ValueError("replay needs optimize_backward_concat=True: graphs write to flat gradients")
 
     def prepare(self, model: Any, arguments: Any) -> nn.Module:
@@ -99,21 +125,14 @@ class FlatArguments:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
             convert(model)
-        precision = self.precision or Precision(
+        precision = self.options.get("precision") or Precision(
             compute=self._compute_dtype(model, arguments),
             fp8_weights=CurrentScaling() if self.fp8_weights else None,
         )
-        return shard(
-            model,
-            policy,
-            device=arguments.device,
-            precision=precision,
-            reshard_after_forward=self.reshard_after_forward,
-            optimize_backward_concat=self.optimize_backward_concat,
-            param_init_fn=init_weights_of(model) if is_on_meta else None,
-            # As under DistributedDataParallel: programs need not seed all ranks alike.
-            sync_module_states=True,
-        )
+        options = self._with(arguments, precision)
+        if is_on_meta:
+            options["param_init_fn"] = init_weights_of(model)
+        return shard(model, policy, **options)
 
     def prepare_other(self, model: nn.Module, arguments: Any) -> None:
         """Shards a model that is evaluated only, in the dtype that it computes in.
@@ -130,29 +149,29 @@ class FlatArguments:
         """
         policy = self._policy_for(model)
         dtype = self._compute_dtype(model, arguments)
-        shard(
-            model,
-            policy,
-            device=arguments.device,
-            # No optimizer needs masters of its weights.
-            precision=Precision(param=dtype, compute=dtype),
-            reshard_after_forward=self.reshard_after_forward,
-            sync_module_states=True,
-        )
+        # No optimizer needs masters of its weights.
+        shard(model, policy, **self._with(arguments, Precision(param=dtype, compute=dtype)))
+
+    def _with(self, arguments: Any, precision: Precision) -> Options:
+        """The options of `shard`, with the Trainer's device and this precision."""
+        # As under DistributedDataParallel: programs need not seed all ranks alike.
+        options: Options = {"sync_module_states": True, **self.options}
+        return {**options, "device": arguments.device, "precision": precision}
 
     def _policy_for(self, model: nn.Module) -> WrapPolicy:
         return policy_of(model) if self.policy is None else self.policy
 
     def _compute_dtype(self, model: nn.Module, arguments: Any) -> torch.dtype:
-        if self.precision is not None:
-            return self.precision.compute
+        if (precision := self.options.get("precision")) is not None:
+            return precision.compute
         return torch.bfloat16 if arguments.bf16 else default_precision(dict(model.named_parameters())).compute
 
     def _require_only_of_training(self) -> None:
         """Checks that no option is set that takes effect only when a model is sharded."""
         plain = FlatArguments()
-        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay", "shard_others"}
+        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay", "shard_others", "options"}
         asked = [name for name in sorted(of_sharding) if getattr(self, name) != getattr(plain, name)]
+        asked += sorted(self.options)
         if asked:
             raise ValueError(
                 f"the model is sharded already, and FlatArguments has {', '.join(asked)}; say so where it is "

@@ -145,7 +145,7 @@ def trial(seed: int, number: int) -> Trial:
         grad_sync=chance.choice(["last", "last", "every"]),
         compute=torch.float32,
         hybrid=ranks == 4 and chance.random() < 0.5,
-        rank_timeout=TIMEOUT,
+        timeout=TIMEOUT,
     )
     microbatches, clips = chance.choice([1, 2, 3]), chance.random() < 0.5
     usual: list[Operation] = []

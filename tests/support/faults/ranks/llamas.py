@@ -46,7 +46,7 @@ def run_llama(rank: int, where: Where, difference: Difference, losses: list[floa
     if is_odd and difference in steps:
         steps[difference] = 4
     mesh = make_mesh(**{where: 2})
-    model = LlamaPipeline(config, mesh, "1f1b", rank_timeout=2.0, **steps)
+    model = LlamaPipeline(config, mesh, "1f1b", timeout=2.0, **steps)
     optimizer = AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, pp_group=mesh.pp_group)
     for step in range(STEPS):
         if is_odd and step == 1:
@@ -77,7 +77,12 @@ def _raise_own(*_: Any) -> None:
 def run_autocast(rank: int, losses: list[float]) -> None:
     """Trains FP8 layers; the second rank computes in FP8 from the second step on."""
     torch.manual_seed(0)
-    model = auto_wrap(nn.Sequential(*(Linear(32, 32) for _ in range(2))), by_class(Linear), rank_timeout=2.0)
+    model = auto_wrap(
+        nn.Sequential(*(Linear(32, 32) for _ in range(2))),
+        by_class(Linear),
+        timeout=2.0,
+        optimize_backward_concat=False,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         with autocast() if rank == 1 and step > 0 else nullcontext():

@@ -107,7 +107,7 @@ class Setup:
 
     Attributes:
         units: which blocks are units; the rest is the outermost one's.
-        rank_timeout: seconds.
+        timeout: seconds.
     """
 
     width: int = WIDTH
@@ -119,7 +119,7 @@ class Setup:
     grad_sync: Literal["last", "every"] = "last"
     frozen: bool = False
     hybrid: bool = False
-    rank_timeout: float = 2.0
+    timeout: float = 2.0
 
 
 class Net(nn.Module):
@@ -176,7 +176,7 @@ def run(rank: int, setup: Setup, program: list[Operation], losses: list[float]) 
         reshard_after_forward=setup.reshard,
         optimize_backward_concat=setup.flag,
         grad_sync=setup.grad_sync,
-        rank_timeout=setup.rank_timeout,
+        timeout=setup.timeout,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for index, operation in enumerate(program):

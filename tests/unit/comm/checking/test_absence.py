@@ -13,7 +13,7 @@ from flatfsdp.comm.checking.absence import why_in_vain
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.ranks import Ranks
 
-MODEL = ModelIdentity(7, ["embedding", "blocks.0"], rank_timeout=2.0)
+MODEL = ModelIdentity(7, ["embedding", "blocks.0"], timeout=2.0)
 GATHER = Identity(Action.FORWARD, MODEL, unit=1, step=3)
 BACKEND = RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer")
 
@@ -41,7 +41,7 @@ def said(*waited: tuple[int, Identity, float]) -> list[str]:
     """
 
     def of(rank: int, identity: Identity, seconds: float) -> str:
-        return why_in_vain(Three(None, 3, rank), 8, identity, MODEL, seconds, MODEL.rank_timeout, BACKEND)
+        return why_in_vain(Three(None, 3, rank), 8, identity, MODEL, seconds, MODEL.timeout, BACKEND)
 
     with ThreadPoolExecutor(3) as threads:
         return list(threads.map(lambda each: of(*each), waited))
@@ -51,7 +51,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_the_others_are_in() -> Non
     norm = Identity(Action.NORM, MODEL, step=3)
     for words in said((0, GATHER, 2.0), (2, norm, 1.5)):
         assert words.startswith("rank 5 did not come within 2 s: rank 4 gathers unit blocks.0 for a forward")
-        assert "rank 6 takes the norm of the gradients" in words and "rank_timeout=" in words
+        assert "rank 6 takes the norm of the gradients" in words and "timeout=" in words
 
 
 def test_ranks_that_do_the_same_are_named_together() -> None:

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from flatfsdp.comm.checking.identity import FIRST_STEP, Action, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.checking.identity import (
+    FIRST_STEP,
+    Action,
+    Difference,
+    Identity,
+    ModelIdentity,
+    compared,
+    is_whole,
+)
 from flatfsdp.comm.ranks import ALONE, Ranks
 
 MODEL = ModelIdentity(7, ["embedding", "blocks.0", "blocks.1"])
@@ -43,6 +51,20 @@ def test_numbers_fit_and_are_never_zero(action: Action) -> None:
     largest = Identity(action, ModelIdentity(2**31 - 1), unit=2**20, step=2**40 + 5, microbatch=2**20)
     for identity in (Identity(action), largest):
         assert 0 < identity.number < 2**63
+        assert is_whole(identity.number)
+
+
+def test_part_of_a_number_is_no_number() -> None:
+    """A number that replaces another one, or nothing, byte by byte."""
+    number = HERE.number.to_bytes(8, "little")
+    for before in (
+        bytes(8),
+        HERE._replace(action=Action.REPLAY, step=300, microbatch=9).number.to_bytes(8, "little"),
+    ):
+        for arrived in range(1, 8):
+            parts = number[:arrived] + before[arrived:], before[:-arrived] + number[-arrived:]
+            for part in set(parts) - {number, before}:
+                assert not is_whole(int.from_bytes(part, "little"))
 
 
 class FourRanks(Ranks):
@@ -83,17 +105,17 @@ def test_one_rank_alone_never_differs() -> None:
 
 
 def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
-    model = ModelIdentity(rank_timeout=2.0)
+    model = ModelIdentity(timeout=2.0)
     assert Identity(Action.FORWARD, model, step=1).limit == 2.0
     assert Identity(Action.FORWARD, model).limit == Identity(Action.BUILD, model).limit == 2.0 * FIRST_STEP
     assert Identity(Action.SAVE, model).limit == 2.0
     assert Identity(Action.OBJECTS).limit is None
-    assert Identity(Action.FORWARD, ModelIdentity(rank_timeout=math.inf)).limit is None
+    assert Identity(Action.FORWARD, ModelIdentity(timeout=math.inf)).limit is None
 
 
 @pytest.mark.parametrize("count", [0, 64])
 def test_a_number_of_elements_is_no_number_of_steps(count: int) -> None:
-    model = ModelIdentity(rank_timeout=2.0)
+    model = ModelIdentity(timeout=2.0)
     assert Identity.counting(Action.INPUTS, count, model, is_early=True).limit == 2.0 * FIRST_STEP
     assert Identity.counting(Action.INPUTS, count, model, is_early=False).limit == 2.0
 

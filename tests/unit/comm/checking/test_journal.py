@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, cast
@@ -78,6 +79,25 @@ def test_another_unit_raises(of_rank_0: journal.DeviceJournal, known: int) -> No
     start(of_rank_0, GATHER)
     arrive(of_rank_0, 0, *[GATHER._replace(unit=2).number] * known)
     with pytest.raises(RuntimeError, match="ranks do not do the same: rank 0"):
+        of_rank_0.look(wait=False)
+
+
+def test_half_of_a_number_is_awaited(of_rank_0: journal.DeviceJournal) -> None:
+    """Processes that share a GPU may take turns while a number is written."""
+    start(of_rank_0, GATHER)
+    arrive(of_rank_0, 0, GATHER.number >> 32 << 32, GATHER.number)
+    rest = threading.Timer(0.05, arrive, (of_rank_0, 0, GATHER.number))
+    rest.start()
+    of_rank_0.look(wait=False)
+    rest.join()
+    assert under_way(of_rank_0) == 0
+
+
+def test_bytes_of_a_payload_raise(of_rank_0: journal.DeviceJournal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "SETTLING", 0.05)
+    start(of_rank_0, GATHER)
+    arrive(of_rank_0, 0, 12345)
+    with pytest.raises(RuntimeError, match="rank 1 does something of another size"):
         of_rank_0.look(wait=False)
 
 

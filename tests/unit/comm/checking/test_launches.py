@@ -46,7 +46,7 @@ def test_what_has_ended_on_one_rank_is_not_compared() -> None:
 
 def overdue(launch: int, limit: float = 2.0) -> UnderWay:
     """A launch that has been under way for 10 s."""
-    return UnderWay(0, launch, b"", ModelIdentity(rank_timeout=limit), time.monotonic() - 10.0, limit)
+    return UnderWay(0, launch, b"", ModelIdentity(timeout=limit), time.monotonic() - 10.0, limit)
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

@@ -110,7 +110,7 @@ def test_activations_and_operations_are_those_of_a_small_network() -> None:
     assert [unit.parameters for unit in plan.units] == [0, *[width**2] * depth]
     assert plan.parameters == depth * width**2
     assert [unit.name for unit in plan.units] == ["", *(f"layers.{index}" for index in range(depth))]
-    busy = sum(plan.time.lines[name] for name in ("products", "memory-bound"))
+    busy = sum(plan.time.lines[name] for name in ("gemms", "memory-bound"))
     assert 3 * sum(unit.forward + unit.backward for unit in plan.units) == pytest.approx(busy)
 
 

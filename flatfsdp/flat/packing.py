@@ -1,14 +1,14 @@
-"""`JointSlot`: neighbouring slots of a flat layout that one GEMM reads as one operand.
+"""`PackedSlot`: neighbouring slots of a flat layout that one GEMM reads as one operand.
 
 In:   the slots of a layout, and the parameters that should be one operand.
 Out:  the runs of slots without a gap between them; pure arithmetic.
 Next: `layout.py` stores them, `engine/storage/` makes one tensor of each.
 
     flat     | q_proj.weight | k_proj.weight | v_proj.weight |gap| o_proj.weight |
-    joints   |<---------------- qkv_weight ----------------->|
+    packs   |<---------------- qkv_weight ----------------->|
 
-Each parameter still has its own slot: shards, checkpoints and optimizers do not see joints.  A shard boundary
-may cut a joint anywhere, because joints exist in unsharded buffers only.
+Each parameter still has its own slot: shards, checkpoints and optimizers do not see packs.  A shard boundary
+may cut a pack anywhere, because packs exist in unsharded buffers only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 class Placed(Protocol):
-    """Interface of a slot, as far as a joint needs it."""
+    """Interface of a slot, as far as a pack needs it."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True)
-class JointSlot:
+class PackedSlot:
     """Slots [first, last) of a layout as one operand.
 
     Attributes:
@@ -60,7 +60,7 @@ class JointSlot:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the joint."""
+        """Number of elements in the pack."""
         return math.prod(self.shape)
 
     @property
@@ -69,7 +69,7 @@ class JointSlot:
         return range(self.first, self.last)
 
 
-def why_not_joint(shapes: Sequence[Shape], alignment: int) -> str | None:
+def why_not_pack(shapes: Sequence[Shape], alignment: int) -> str | None:
     """Checks whether parameters of these shapes, packed one after the other, form one operand.
 
     Args:
@@ -88,22 +88,22 @@ def why_not_joint(shapes: Sequence[Shape], alignment: int) -> str | None:
     return None
 
 
-def find_joint(name: str, parts: Sequence[str], slots: Sequence[Placed]) -> JointSlot | None:
-    """Makes the joint of the slots with these names; None if there are gaps between them."""
+def find_pack(name: str, parts: Sequence[str], slots: Sequence[Placed]) -> PackedSlot | None:
+    """Makes the pack of the slots with these names; None if there are gaps between them."""
     first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
     last = first + len(parts)
     members = slots[first:last]
-    if [slot.name for slot in members] != list(parts) or why_not_joint([slot.shape for slot in members], 1):
+    if [slot.name for slot in members] != list(parts) or why_not_pack([slot.shape for slot in members], 1):
         return None
     if any(before.end != after.offset for before, after in pairwise(members)):
         return None
     rows = sum(slot.shape[0] for slot in members)
-    return JointSlot(name, first, last, (rows, *members[0].shape[1:]), members[0].offset)
+    return PackedSlot(name, first, last, (rows, *members[0].shape[1:]), members[0].offset)
 
 
-def runs_of(num_slots: int, joints: Sequence[JointSlot]) -> tuple[tuple[int, int], ...]:
-    """Ranges [first, last) of slots that are one operand, in order: joints, and slots by themselves."""
-    last_of = {joint.first: joint.last for joint in joints}
+def runs_of(num_slots: int, packs: Sequence[PackedSlot]) -> tuple[tuple[int, int], ...]:
+    """Ranges [first, last) of slots that are one operand, in order: packs, and slots by themselves."""
+    last_of = {pack.first: pack.last for pack in packs}
     runs, cursor = [], 0
     while cursor < num_slots:
         runs.append((cursor, last_of.get(cursor, cursor + 1)))

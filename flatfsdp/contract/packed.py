@@ -1,6 +1,6 @@
-"""`Joint`: several parameters that one GEMM reads as one operand: query, key and value; gate and up.
+"""`Pack`: packed parameters, which one GEMM reads as one operand: query, key and value; gate and up.
 
-A layer declares its joints; an engine that has packed their parts side by side gives it one tensor over them.
+A layer declares its packs; an engine that has packed their parts side by side gives it one tensor over them.
 Parts that are not neighbours in memory are concatenated, or multiplied separately.
 
     q_proj.weight [q, n]  |
@@ -25,11 +25,11 @@ from flatfsdp.torch_private import node_after, nodes_behind, receives_gradient
 
 
 @dataclass(frozen=True)
-class Joint:
+class Pack:
     """Parameters that are one GEMM operand.
 
     Attributes:
-        name: name of the joint, unique in the layer that multiplies with it.
+        name: name of the pack, unique in the layer that multiplies with it.
         parts: (module, attribute) of each parameter, in the order of their rows.
     """
 
@@ -41,24 +41,24 @@ class Joint:
         return [getattr(module, attribute) for module, attribute in self.parts]
 
 
-DECLARED_JOINTS = Attribute[Callable[[], tuple[Joint, ...]]]("declared_joints", tuple[Joint, ...])
-"""Method of a layer that lists the joints it would like to read.
+PACKED_PARAMETERS = Attribute[Callable[[], tuple[Pack, ...]]]("packed_parameters", tuple[Pack, ...])
+"""Method of a layer that lists the packs it would like to read.
 
-The layer's `fp8_weights()` may name a joint, even one of a single part.  That promises that only this layer
+The layer's `fp8_weights()` may name a pack, even one of a single part.  That promises that only this layer
 reads the parts, in FP8, so they may be stored in FP8 although other modules hold them.
 """
 
-JOINT_PARTS = Attribute[tuple[Tensor, ...]]("joint_parts", ())
-"""Attribute of an engine's joint tensor: the parts, whose gradients a backward is asked for.  They are the
+PACKED_PARTS = Attribute[tuple[Tensor, ...]]("packed_parts", ())
+"""Attribute of an engine's packed tensor: the parts, whose gradients a backward is asked for.  They are the
 last inputs, in this order, of the function that computed the tensor."""
 
 
 Get = Callable[[], Tensor | None]
-"""Function that returns a joint's tensor; None while the parts are ordinary, as in `summon_full_params`."""
+"""Function that returns a pack's tensor; None while the parts are ordinary, as in `summon_full_params`."""
 
 
 class _Getters(dict[str, Get]):
-    """Functions that return a layer's joint tensors, by name; not copied with the layer."""
+    """Functions that return a layer's packed tensors, by name; not copied with the layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Getters:
         return _Getters()
@@ -67,35 +67,35 @@ class _Getters(dict[str, Get]):
         return _Getters, ()
 
 
-_GETTERS = "_flatfsdp_joined"
+_GETTERS = "_flatfsdp_packed"
 
 
-def leave_joined(layer: nn.Module, name: str, get: Get) -> None:
-    """Gives `layer` its joint `name`: `joined` returns the result of `get` from now on."""
+def leave_packed(layer: nn.Module, name: str, get: Get) -> None:
+    """Gives `layer` its pack `name`: `packed_tensor` returns the result of `get` from now on."""
     vars(layer).setdefault(_GETTERS, _Getters())[name] = get
 
 
-def is_joined(layer: nn.Module, name: str) -> bool:
-    """Whether an engine has put the parts of this joint side by side."""
+def is_packed(layer: nn.Module, name: str) -> bool:
+    """Whether an engine has put the parts of this pack side by side."""
     return name in vars(layer).get(_GETTERS, ())
 
 
-def joined(layer: nn.Module, joint: Joint) -> Tensor | None:
+def packed_tensor(layer: nn.Module, pack: Pack) -> Tensor | None:
     """Returns the parts one below the other: [sum of rows, columns], or [sum of elements] for biases.
 
     Returns:
         The engine's tensor, or a concatenation if no engine has the parts.  None if an engine has them, but
         not side by side: they are in several units, partly frozen, or of several dtypes.
     """
-    get: Get | None = vars(layer).get(_GETTERS, {}).get(joint.name)
+    get: Get | None = vars(layer).get(_GETTERS, {}).get(pack.name)
     tensor = None if get is None else get()
     if tensor is not None:
         return tensor
-    if len(joint.parts) == 1:
-        return joint.tensors()[0]
-    if any(_is_engines(module, attribute) for module, attribute in joint.parts):
+    if len(pack.parts) == 1:
+        return pack.tensors()[0]
+    if any(_is_engines(module, attribute) for module, attribute in pack.parts):
         return None
-    return torch.cat(joint.tensors())
+    return torch.cat(pack.tensors())
 
 
 def _is_engines(module: nn.Module, attribute: str) -> bool:
@@ -112,15 +112,15 @@ class Wanted(Enum):
 
 
 def wanted_grads(weight: Tensor, node: Node) -> Wanted:
-    """Tells which gradients of `weight` the running backward asks for; a joint may need those of some parts.
+    """Tells which gradients of `weight` the running backward asks for; a pack may need those of some parts.
 
     `autograd.grad` and `backward(inputs=...)` may ask for some parts; parts may be frozen after the forward.
 
     Args:
-        weight: a parameter, or a joint.
+        weight: a parameter, or a pack.
         node: the running autograd node, one of whose inputs is `weight`.
     """
-    parts = JOINT_PARTS.of(weight)
+    parts = PACKED_PARTS.of(weight)
     if not parts:
         return Wanted.ALL if receives_gradient(weight, node_after(node, weight)) else Wanted.NONE
     nodes = nodes_behind(weight, len(parts))

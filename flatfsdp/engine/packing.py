@@ -1,7 +1,7 @@
 """Finds the parameters of a unit that are one operand of a GEMM, of those that layers declare.
 
-In:   the modules of one unit, which declare joints (`contract/joint.py`), and its parameters.
-Out:  a `ParamJoint` for each set of parameters that can be one operand; parameter order; storage roles.
+In:   the modules of one unit, which declare packs (`contract/packed.py`), and its parameters.
+Out:  a `PackedParams` for each set of parameters that can be one operand; parameter order; storage roles.
 Next: `claim.py` packs them side by side.
 """
 
@@ -14,20 +14,20 @@ from functools import cache
 from torch import nn
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.joint import DECLARED_JOINTS, Joint
 from flatfsdp.contract.operand import FP8_WEIGHTS
+from flatfsdp.contract.packed import PACKED_PARAMETERS, Pack
 from flatfsdp.contract.placement import placement_of
-from flatfsdp.flat.binding import ParamJoint
-from flatfsdp.flat.joints import why_not_joint
+from flatfsdp.flat.binding import PackedParams
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
+from flatfsdp.flat.packing import why_not_pack
 
 logger = logging.getLogger(__name__)
 
 Parts = tuple[nn.Parameter, ...]
 
 
-class Joints:
-    """The joints of one unit.
+class Packs:
+    """The packs of one unit.
 
     Args:
         modules: the unit's modules, by path.
@@ -35,8 +35,8 @@ class Joints:
         tensor: tensor-parallel ranks that share the layers inside.
 
     Attributes:
-        found: the joints whose parameters can be one operand.
-        read_in_fp8: (module, attribute) of parameters that a layer reads in FP8 only, through a joint listed
+        found: the packs whose parameters can be one operand.
+        read_in_fp8: (module, attribute) of parameters that a layer reads in FP8 only, through a pack listed
             in its `fp8_weights()`.
     """
 
@@ -47,62 +47,62 @@ class Joints:
         tensor: Ranks,
     ) -> None:
         own = set(parameters)
-        self.found: list[ParamJoint] = []
+        self.found: list[PackedParams] = []
         self.read_in_fp8: set[tuple[nn.Module, str]] = set()
         self._apart: set[nn.Parameter] = set()
         owners: dict[Parts, dict[tuple[nn.Module, str], str]] = {}
-        for path, owner, joint in _declared(modules):
-            if joint.name in FP8_WEIGHTS.of(owner)():
-                self.read_in_fp8.update(joint.parts)
-            if len(joint.parts) > 1:
-                registered = [module._parameters.get(attribute) for module, attribute in joint.parts]
+        for path, owner, pack in _declared(modules):
+            if pack.name in FP8_WEIGHTS.of(owner)():
+                self.read_in_fp8.update(pack.parts)
+            if len(pack.parts) > 1:
+                registered = [module._parameters.get(attribute) for module, attribute in pack.parts]
                 reason = _why_not(registered, own, tensor)
                 key = tuple(part for part in registered if part is not None)
                 if reason is not None:
-                    _say_once(type(owner).__name__, joint.name, reason)
+                    _say_once(type(owner).__name__, pack.name, reason)
                     self._apart.update(key)
                     continue
-                owners.setdefault(key, {}).setdefault((owner, joint.name), f"{path}.{joint.name}".lstrip("."))
+                owners.setdefault(key, {}).setdefault((owner, pack.name), f"{path}.{pack.name}".lstrip("."))
         taken: set[nn.Parameter] = set()
         for parts, names in owners.items():
             if taken.isdisjoint(parts):
                 taken.update(parts)
-                self.found.append(ParamJoint(next(iter(names.values())), parts, tuple(names)))
+                self.found.append(PackedParams(next(iter(names.values())), parts, tuple(names)))
                 continue
             self._apart.update(parts)
             for owner, name in names:
-                _say_once(type(owner).__name__, name, "one of its parameters is in another joint")
+                _say_once(type(owner).__name__, name, "one of its parameters is in another pack")
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Orders the parameters so that those of a joint follow its first one."""
-        parts_of = {part: joint.parts for joint in self.found for part in joint.parts}
+        """Orders the parameters so that those of a pack follow its first one."""
+        parts_of = {part: pack.parts for pack in self.found for part in pack.parts}
         ordered: dict[nn.Parameter, None] = {}
         for parameter in parameters:
             ordered.update(dict.fromkeys(parts_of.get(parameter, (parameter,))))
         return list(ordered)
 
     def agreed(self, roles: Mapping[nn.Parameter, Role]) -> dict[nn.Parameter, Role]:
-        """Storage roles in which the parameters of a joint agree: FP8 if every one of them would be.
+        """Storage roles in which the parameters of a pack agree: FP8 if every one of them would be.
 
-        Parameters of a declared joint that cannot be one operand are not stored in FP8: their layer does not
+        Parameters of a declared pack that cannot be one operand are not stored in FP8: their layer does not
         multiply with the operand that it has declared.
         """
         agreed = {p: Role.COMPUTE if p in self._apart else role for p, role in roles.items()}
-        for joint in self.found:
-            if any(agreed[part] is not Role.FP8 for part in joint.parts):
-                agreed.update(dict.fromkeys(joint.parts, Role.COMPUTE))
+        for pack in self.found:
+            if any(agreed[part] is not Role.FP8 for part in pack.parts):
+                agreed.update(dict.fromkeys(pack.parts, Role.COMPUTE))
         return agreed
 
-    def among(self, parameters: Iterable[nn.Parameter]) -> list[ParamJoint]:
-        """The joints whose parts are among these parameters."""
+    def among(self, parameters: Iterable[nn.Parameter]) -> list[PackedParams]:
+        """The packs whose parts are among these parameters."""
         members = set(parameters)
-        return [joint for joint in self.found if joint.parts[0] in members]
+        return [pack for pack in self.found if pack.parts[0] in members]
 
 
-def _declared(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, Joint]]:
+def _declared(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, Pack]]:
     for path, owner in modules:
-        for joint in DECLARED_JOINTS.of(owner)():
-            yield path, owner, joint
+        for pack in PACKED_PARAMETERS.of(owner)():
+            yield path, owner, pack
 
 
 def _why_not(
@@ -120,11 +120,11 @@ def _why_not(
         return "its parameters have several dtypes"
     if len({placement_of(part, tensor) for part in ours}) > 1:
         return "tensor-parallel ranks have parts of some of its parameters, and all of others"
-    reason = why_not_joint([tuple(part.shape) for part in ours], ELEMENT_ALIGNMENT)
+    reason = why_not_pack([tuple(part.shape) for part in ours], ELEMENT_ALIGNMENT)
     return None if reason is None else f"of its parameters, {reason}"
 
 
 @cache
-def _say_once(layer: str, joint: str, reason: str) -> None:
+def _say_once(layer: str, pack: str, reason: str) -> None:
     """Logs the reason once for all equal layers of a model."""
-    logger.warning("%s.%s is not one operand: %s; the layer multiplies with them apart", layer, joint, reason)
+    logger.warning("%s.%s is not one operand: %s; the layer multiplies with them apart", layer, pack, reason)

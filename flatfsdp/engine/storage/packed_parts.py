@@ -1,12 +1,12 @@
-"""`JointTensors`: tensors that layers read in place of several parameters of one flat group.
+"""`PackedTensors`: tensors that layers read in place of several parameters of one flat group.
 
-In:   the unsharded flat buffer, in which the parts of a joint are neighbours.
-Out:  one tensor a joint, in the same memory; its gradient is passed on to the parts.
-Next: `contract/joint.py` gives these tensors to layers.
+In:   the unsharded flat buffer, in which the parts of a pack are neighbours.
+Out:  one tensor a pack, in the same memory; its gradient is passed on to the parts.
+Next: `contract/packed.py` gives these tensors to layers.
 
     flat buffer    | q_proj.weight | k_proj.weight | v_proj.weight |
-    joint tensor   |<---------------- qkv_weight ----------------->|    no copy
-    backward       the joint's gradient is split into views, one a part, which land like any other gradient
+    packed tensor   |<---------------- qkv_weight ----------------->|    no copy
+    backward       the pack's gradient is split into views, one a part, which land like any other gradient
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.joint import JOINT_PARTS
+from flatfsdp.contract.packed import PACKED_PARTS
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import once_differentiable, run_as_soon_as_ready
 
 
-class JointTensors:
-    """The joints of one flat group: one tensor each while it trains, and one while it is frozen.
+class PackedTensors:
+    """The packs of one flat group: one tensor each while it trains, and one while it is frozen.
 
     Args:
         unsharded: flat buffer, 1-D, padded; its memory must exist now, and may come and go later.
     """
 
     def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
-        self._joints = layout.joints
-        self._frozen = layout.joint_views(unsharded.detach())
+        self._packs = layout.packs
+        self._frozen = layout.pack_views(unsharded.detach())
         self._trained: list[Tensor] = []
         nan = torch.full((), torch.nan, dtype=unsharded.dtype, device=unsharded.device)
-        self._absent = [nan.expand(joint.shape) for joint in self._joints]
+        self._absent = [nan.expand(pack.shape) for pack in self._packs]
 
     def train(self, parts: Sequence[Tensor], main_grad: MainGrad) -> None:
         """Makes the tensors whose gradients go to `parts`, one a slot, or right into `main_grad`.
 
-        One autograd node a joint serves all forwards, as it saves nothing.
+        One autograd node a pack serves all forwards, as it saves nothing.
         """
         # First, so that the nodes that accumulate into the parts are new, too.
         self._trained.clear()
         with torch.inference_mode(False), torch.enable_grad():
-            for joint, view in zip(self._joints, self._frozen, strict=True):
-                members = [parts[slot] for slot in joint.slots]
-                tensor = _JoinParts.apply(view, *members)
-                JOINT_PARTS.leave(tensor, tuple(members))
+            for pack, view in zip(self._packs, self._frozen, strict=True):
+                members = [parts[slot] for slot in pack.slots]
+                tensor = _PackedParts.apply(view, *members)
+                PACKED_PARTS.leave(tensor, tuple(members))
                 # Autograd would run it last in the backward, because it is older than any forward.
                 run_as_soon_as_ready(tensor, depth=1)
                 self._trained.append(tensor)
-        main_grad.expose_joints(self._trained)
+        main_grad.expose_packs(self._trained)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
-        """Tensors that layers may have while the parameters are gathered, in the order of the joints."""
+        """Tensors that layers may have while the parameters are gathered, in the order of the packs."""
         return [self._trained, self._frozen]
 
     def get(self, index: int, *, is_there: bool, trained: Sequence[bool]) -> Tensor | None:
         """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered.
 
         Args:
-            index: number of the joint.
+            index: number of the pack.
             is_there: whether the parameters are gathered.
-            trained: whether each slot is trained; None is returned for a joint of which only some parts are.
+            trained: whether each slot is trained; None is returned for a pack of which only some parts are.
         """
-        flags = {trained[slot] for slot in self._joints[index].slots}
+        flags = {trained[slot] for slot in self._packs[index].slots}
         if len(flags) > 1:
             return None
         if not is_there:
@@ -75,15 +75,15 @@ class JointTensors:
         return (self._trained if True in flags else self._frozen)[index]
 
 
-class _JoinParts(torch.autograd.Function):
-    """Maps (joint, *parts) to a tensor in the joint's memory; the parts get the gradients of their rows."""
+class _PackedParts(torch.autograd.Function):
+    """Maps (pack, *parts) to a tensor in the pack's memory; the parts get the gradients of their rows."""
 
     @staticmethod
-    def forward(ctx: Any, joint: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, pack: Tensor, *parts: Tensor) -> Tensor:
         # No gradient then: the layer wrote it into main_grad itself.
         ctx.set_materialize_grads(False)
         ctx.rows = [part.shape[0] for part in parts]
-        return joint.detach()
+        return pack.detach()
 
     @staticmethod
     @once_differentiable

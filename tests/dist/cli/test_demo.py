@@ -1,0 +1,33 @@
+"""`python -m flatfsdp demo`: seven rows, one sentence about all of them, and damage that it notices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.programs import ROOT, run_program
+
+COMMAND = ("-m", "flatfsdp", "demo")
+
+
+def test_all_rows_are_equal() -> None:
+    # Not `run_program`, whose ranks write their progress to the stderr of the tests.
+    done = subprocess.run(
+        [sys.executable, *COMMAND], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stderr.splitlines() if " of 7 " in line]
+    assert [row.partition("  ")[0] for row in rows] == [f"{number} of 7" for number in range(1, 8)]
+    assert all(row.rstrip().endswith("6/6 equal") for row in rows), rows
+    assert "pp 2 x tp 2" in rows[-1]
+    assert done.stdout.startswith("Each row trains") and "Proven: in all 7 rows" in done.stdout
+    assert "tokens/s" not in done.stderr
+
+
+def test_one_damaged_bit_in_each_row_is_noticed() -> None:
+    done = run_program(*COMMAND, "--self-test")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Proven" not in said
+    assert said.count("gradients: first difference on rank 1: step 1, ") == 6
+    assert said.count("gradients: first difference on rank 3: step 1, ") == 1
