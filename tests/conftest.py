@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_a_core() -> None:
-    """Where test processes fill the machine, each has a core of its own, with the ranks that it starts.
+    """Keeps a test process, and the ranks that it starts, on one core if test processes fill the machine.
 
     Ranks that wake each other on other cores take a fifth more time than on one, and more again where each
     that wakes up interrupts the one that woke it.
