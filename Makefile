@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Test processes, which take files in order: those that start ranks of their own, the slow ones, come first.
 WORKERS ?= 2
 
-.PHONY: demo verify test lint docs bench clean
+.PHONY: demo verify test test-all lint docs bench clean
 
 demo: .venv/cli
 	$(BIN)/flatfsdp demo
@@ -24,6 +24,10 @@ verify: .venv/cli
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Also kernels that have passed as they are, and every case of cross products: see tests/support/selection.py.
+test-all: .venv/installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --all-tests
 
 lint: .venv/installed
 	$(BIN)/ruff check .

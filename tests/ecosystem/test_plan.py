@@ -222,8 +222,6 @@ def planned_hf(file: str, engine: str) -> ModelPlan:
         ("hf-8b8-m8-reshard.json", "flat-fused"),
         ("hf-8b8-m8-reshard.json", "flat-fused-fp8"),
         ("hf-1b-m8-reshard.json", "flat"),
-        ("hf-1b-m8-reshard.json", "flat-fused"),
-        ("hf-1b-m8-reshard.json", "flat-fused-fp8"),
     ],
 )
 def test_llamas_over_two_gpus(file: str, engine: str) -> None:

@@ -1,7 +1,8 @@
 """What tests share.
 
 How they run:
-    ranks               a test, or a case, on several ranks; pools of them for a whole file
+    ranks               a test, or a case, on several ranks, which live for the whole run
+    selection           what `make test` leaves out: cases of cross products, kernels that have passed
     programs            Python programs, as a user runs them
     gpu/                which GPUs a test needs, and a watch over the host
     kernels/            kernels without a GPU: interpreted, or compiled for Hopper

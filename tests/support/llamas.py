@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,13 @@ from flatfsdp.models import Llama, LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import ParallelMesh, make_mesh
 from tests.support.models import whole_grads
+from tests.support.ranks import cached_in_file
 
 CONFIG = LlamaConfig(4, 64, 96, heads=4, kv_heads=2, vocab=48, seq=16)
 MICROBATCHES, BATCH, STEPS = 4, 2, 2
 
 
-@lru_cache
+@cached_in_file
 def mesh_of(pp: int, tp: int) -> ParallelMesh:
     return make_mesh(pp=pp, tp=tp)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, Schedu
 from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class
 from flatfsdp.parallel import FlatStage
 from tests.support.models import VOCAB, WIDTH, Block, whole_grads
+from tests.support.ranks import cached_in_file
 
 MICROBATCHES, STEPS = 4, 3
 
@@ -45,7 +45,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-@lru_cache
+@cached_in_file
 def mesh_of(pp: int, dp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
 

@@ -1,4 +1,6 @@
-"""Tests that run on several ranks, in pools that live for a whole test file: one test costs milliseconds.
+"""Tests that run on several ranks, in pools that live for the whole run: one test costs milliseconds.
+
+Each file of tests has a process group of its own, see `end_groups`.
 
 A test that runs on each of two ranks, inside an initialised process group, and asserts there:
 
@@ -29,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -40,7 +42,8 @@ from _pytest.config import get_config
 from flatfsdp.comm.gpus import take_gpu
 from flatfsdp.comm.launch import fork_server
 
-_POOLS: dict[tuple[int, str, float], Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
+_CACHED: list[Any] = []
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some rank
@@ -56,6 +59,7 @@ class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some r
 
 
 Test = Callable[..., None]
+Cached = TypeVar("Cached", bound=Callable[..., Any])
 
 
 def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Test], Test]:
@@ -122,18 +126,37 @@ def run_ranks(
         timeout: seconds that the case may take.
         patience: seconds that a collective waits for other ranks.
     """
-    key = (world_size, backend, patience)
+    key = (world_size, backend)
     if key not in _POOLS:
         _POOLS[key] = Pool(world_size, backend, patience)
     try:
+        _POOLS[key].begin_group(patience)
         return _POOLS[key].run(case, args, timeout)
     except BaseException:
         _POOLS.pop(key).stop()
         raise
 
 
+def end_groups() -> None:
+    """Ends all process groups on ranks, which live on, and what tests have changed there.
+
+    Ranks that wait take time, too: every gloo group that tests have made wakes up 100 times a second.
+    """
+    for key, pool in list(_POOLS.items()):
+        try:
+            pool.end_group()
+        except RankFailure:
+            _POOLS.pop(key).stop()
+
+
+def cached_in_file(function: Cached) -> Cached:
+    """`functools.cache` for what has process groups, a mesh, say: the next file makes its own."""
+    _CACHED.append(functools.cache(function))
+    return _CACHED[-1]
+
+
 def stop_pools() -> None:
-    """Ranks that wait take time, too: every gloo group that tests have made wakes up 100 times a second."""
+    """Ends all ranks; for cases that leave something behind that `end_groups` cannot undo."""
     while _POOLS:
         _POOLS.popitem()[1].stop()
 
@@ -143,16 +166,34 @@ class Pool:
         context = fork_server()
         # Ranks that are killed leave it behind, so `stop` removes it.
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
-        store = f"{self._folder.name}/store"
+        self._backend = backend
+        self._groups = 0
+        self._patience: float | None = None
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, backend, store, patience)
+            arguments = (theirs, rank, world_size, backend)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
+        self.begin_group(patience)
+
+    def begin_group(self, patience: float) -> None:
+        """Makes the default process group, unless there is one whose collectives wait as long."""
+        if self._patience == patience:
+            return
+        self.end_group()
+        self._groups += 1
+        store = f"{self._folder.name}/store{self._groups}"
+        self.run(_begin_group, (self._backend, store, patience), timeout=60.0)
+        self._patience = patience
+
+    def end_group(self) -> None:
+        if self._patience is not None:
+            self.run(_end_group, (), timeout=60.0)
+            self._patience = None
 
     def run(self, case: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         for pipe in self._pipes:
@@ -187,7 +228,7 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str, patience: float) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str) -> None:
     torch.set_num_threads(1)
     # What the fork server has imported stays for good: no collection, and no test, needs to look at it.
     gc.freeze()
@@ -196,12 +237,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
         # cuBLAS reads it when CUDA starts; `repeatable` in `models.py` needs it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         take_gpu(rank)
-    limit = timedelta(seconds=patience)
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit
-    )
-    # Groups that a case makes, those of a mesh, say, would wait for half an hour.
-    dist.distributed_c10d.default_pg_timeout = limit
     while True:
         try:
             case, args = pipe.recv()
@@ -212,6 +247,31 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
             pipe.send((True, result))
         except BaseException as error:  # pytest.fail raises one
             pipe.send((False, _traceback(error)))
+        # Else the next case begins with tensors of this one.
+        case = args = result = None
+
+
+def _begin_group(rank: int, world_size: int, backend: str, store: str, patience: float) -> None:
+    limit = timedelta(seconds=patience)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit
+    )
+    # Groups that a case makes, those of a mesh, say, would wait for half an hour.
+    dist.distributed_c10d.default_pg_timeout = limit
+    # Models that a test builds without a seed are the same on all ranks.
+    torch.manual_seed(0)
+
+
+def _end_group(rank: int, world_size: int) -> None:
+    """All groups, the default one and those of meshes; compiled code and leftovers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+    for function in _CACHED:
+        function.cache_clear()
+    gc.collect()
+    # Test modules, and what they have imported, stay as well.
+    gc.freeze()
 
 
 def _explain_assertions() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.layers.shared import initialize
 from tests.support.meshes import replicating
 from tests.support.models import VOCAB, WIDTH
+from tests.support.ranks import cached_in_file
 
 HIDDEN, HEAD = 36, 3
 
@@ -124,7 +124,7 @@ class ParallelNet(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-@lru_cache
+@cached_in_file
 def tp_mesh(*sizes: int) -> DeviceMesh:
     """(dp, tp), or (replicate, shard, tp)."""
     names = ("dp", "tp") if len(sizes) == 2 else ("replicate", "shard", "tp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from flatfsdp import FlatFSDP, Precision, microbatches
 from tests.support.models import build, data, grads_of, same, same_trace, train, train_unsharded
 from tests.support.plain_layers import error
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import cached_in_file, on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 POLICIES = pytest.mark.parametrize(
@@ -26,7 +25,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
-@cache
+@cached_in_file
 def mesh() -> dist.DeviceMesh:
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 

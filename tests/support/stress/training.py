@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatfsdp import Debug, FlatFSDP, Precision, Prefetch, auto_wrap, microbatches
 from flatfsdp.engine.storage.shard_grad import plain
 from tests.support.meshes import replicating
+from tests.support.ranks import cached_in_file
 from tests.support.stress.models import BATCH, VOCAB, Call, Model, PlannedError, hidden_of
 from tests.support.stress.plans import Dtypes, FailWhere, Interlude, Plan, Schedule, Step
 
@@ -259,7 +259,7 @@ def wrap(plain: nn.Module, plan: Any, flag: bool) -> FlatFSDP:
     return auto_wrap(plain, lambda name, module, numel: _is_unit(module), **options)
 
 
-@cache
+@cached_in_file
 def _hybrid_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.programs import ROOT
 
@@ -32,42 +31,63 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_the_core_imports_nothing_that_draws() -> None:
-    found = f"[name for name in {PRESENTATION} if name in sys.modules]"
-    done = python("-c", f"import sys, {', '.join(CORE)}; print({found})")
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+def test_what_imports_leave_out() -> None:
+    """Layers, the compiler, which takes twice as long as all of the library and which the first training step
+    imports; the core, all that draws; the command line, matplotlib."""
+    steps = (
+        (("flatfsdp.layers",), ("torch._dynamo",)),
+        (CORE, PRESENTATION),
+        (("flatfsdp.cli.app",), ("matplotlib",)),
+    )
+    code = "import sys"
+    for imports, absent in steps:
+        code += f"; import {', '.join(imports)}; print([name for name in {absent} if name in sys.modules])"
+    done = python("-c", code)
+    assert (done.returncode, done.stdout) == (0, 3 * "[]\n"), done.stderr
 
 
-def command_line_without(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
-    start = "runpy.run_module('flatfsdp', run_name='__main__', alter_sys=True)"
-    return python("-c", f"import runpy, sys; sys.modules[{missing!r}] = None; {start}", *words)
+WITHOUT = """
+import os, runpy, sys
+import flatfsdp.comm.launch
+for missing, *words in %r:
+    if os.fork() == 0:
+        # As an interpreter of its own, but for the seconds in which that imports torch.
+        sys.modules[missing] = None
+        sys.argv[1:] = words
+        runpy.run_module("flatfsdp", run_name="__main__", alter_sys=True)
+        sys.exit(0)
+    print("exit code", os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr, flush=True)
+"""
 
 
-def test_layers_do_not_import_the_compiler() -> None:
-    """It takes twice as long as all of the library; the first training step imports it."""
-    done = python("-c", "import sys, flatfsdp.layers; print('torch._dynamo' in sys.modules)")
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+def command_lines_without(*cases: tuple[str, ...]) -> tuple[str, list[str]]:
+    """What is printed, and what each case says of itself, ending in its exit code.
+
+    Args:
+        cases: a module that is missing, and the words of a command.
+    """
+    done = python("-c", WITHOUT % (cases,))
+    assert done.returncode == 0, done.stderr
+    said = re.split(r"(?<=exit code \d)\n", done.stderr)
+    assert len(said) == len(cases) + 1, done.stderr
+    return done.stdout, said[:-1]
 
 
-@pytest.mark.parametrize(
-    ("missing", "command"),
-    [("rich", "plan"), ("typer", "plan"), ("matplotlib", "train"), ("matplotlib", "verify")],
-)
-def test_the_command_line_says_what_to_install(missing: str, command: str) -> None:
+def test_the_command_line_says_what_to_install() -> None:
     """Before it trains, not when it comes to draw."""
-    done = command_line_without(missing, command)
-    assert done.returncode == 1
-    assert f"the command line needs {missing}" in done.stderr
-    assert done.stderr.endswith("run: pip install 'flatfsdp[cli]'\n")
+    cases = (("rich", "plan"), ("typer", "plan"), ("matplotlib", "train"), ("matplotlib", "verify"))
+    stdout, said = command_lines_without(*cases)
+    assert stdout == ""
+    for (missing, _), words in zip(cases, said, strict=True):
+        assert f"the command line needs {missing}" in words
+        assert words.endswith("run: pip install 'flatfsdp[cli]'\nexit code 1")
 
 
 def test_commands_that_draw_nothing_run_without_matplotlib() -> None:
     """Importing it takes as long as all of the library."""
-    done = python("-c", "import sys, flatfsdp.cli.app; print('matplotlib' in sys.modules)")
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    done = command_line_without("matplotlib", "plan", "--preset", "8b", "--gpus", "4", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["fits"] is True
+    stdout, said = command_lines_without(("matplotlib", "plan", "--preset", "8b", "--gpus", "4", "--json"))
+    assert said[0].endswith("exit code 0"), said
+    assert json.loads(stdout)["fits"] is True
 
 
 def imported(path: Path) -> Iterator[str]:
