@@ -70,10 +70,14 @@ def main() -> None:
         checkout = Path(folder, "checkout")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
         (checkout / "train.py").write_text(own_model(checkout))
-        seconds = {name: seconds_of(command, checkout) for name, command in steps}
-    print(f"\n{'seconds':>8}  step, on {os.cpu_count()} CPUs, Python {sys.version.split()[0]}")
-    for name, taken in seconds.items():
-        print(f"{taken:8.1f}  {name}")
+        seconds: dict[str, float] = {}
+        try:
+            for name, command in steps:
+                seconds[name] = seconds_of(command, checkout)
+        finally:
+            print(f"\n{'seconds':>8}  step, on {os.cpu_count()} CPUs, Python {sys.version.split()[0]}")
+            for name, taken in seconds.items():
+                print(f"{taken:8.1f}  {name}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_engines_are_measured_and_train_alike(rank: int, world_size: int, tmp_pa
         rows = hf.measure_all(Rank(rank, world_size, torch.device("cpu")), job)
         payload = hf.payload_of(rows, job, "tiny", world_size, "cpu")
         if rank == 0:
-            hf.publish_all(payload, job, "tiny", tmp_path, as_json=False)
+            hf.publish_all(payload, job, tmp_path, as_json=False)
             assert (tmp_path / "hf-tiny.png").stat().st_size > 0
             assert json.loads((tmp_path / "hf-tiny.json").read_text())["job"]["config"]["vocab"] == 96
     _check_rows({row["name"]: row for row in payload["rows"]})

@@ -77,8 +77,10 @@ def fully_shard(
     grad = policy.main_grads_dtype or own
     flatfsdp.shard(
         module,
-        mesh=mesh,
-        shard=isinstance(optimizer[-1], Shard),
+        # With whole optimizer state every rank has everything: a mesh of (N, 1).
+        mesh=mesh
+        if isinstance(optimizer[-1], Shard)
+        else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1)),
         reshard_after_forward=isinstance(parameter[-1], Shard),
         grad_sync="every" if isinstance(gradient[-1], Shard) else "last",
         precision=Precision(

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp.optim
-from flatfsdp import by_class, microbatches, whole_shape
+from flatfsdp import by_class, microbatches
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.units import named_groups
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.flat.layout import ParamSlot
