@@ -302,6 +302,24 @@ def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert losses == pytest.approx(expected, rel=0.1)
 
 
+def a_program_that_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what the page shows below it, with numbers near those."""
+    page = PAGES[name.split()[0]].read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        run_alone(BLOCKS[name].replace('"out/', f'"{folder}/'), __name__="__main__")
+    shown = re.search(r"```\n(.*?)```", page[page.index(BLOCKS[name]) + len(BLOCKS[name]) + 3 :], re.DOTALL)
+    assert shown is not None
+    number = r"\d+\.\d+"
+    expected, printed = (
+        [line.rstrip() for line in text.splitlines()] for text in (shown[1], capsys.readouterr().out)
+    )
+    assert [re.sub(number, "#", line) for line in printed] == [re.sub(number, "#", line) for line in expected]
+    values, shown_values = (
+        [float(each) for each in re.findall(number, "\n".join(lines))] for lines in (printed, expected)
+    )
+    assert values == pytest.approx(shown_values, rel=0.1)
+
+
 def tutorial(name: str, _: pytest.CaptureFixture[str]) -> None:
     """Each line that the page shows, with losses near those."""
     pytest.importorskip("transformers")
@@ -408,6 +426,8 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
     "is_matrix = name.endswith": in_place,
     "# train.py": a_model_of_ones_own,
+    "no_decay = {": a_program_that_prints,
+    'CheckpointManager("out/run"': a_program_that_prints,
     "convert(model, lambda layer, name: True)": a_model_in_fp8,
     "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
     "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,
