@@ -7,12 +7,15 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 import flatfsdp
 from tests.support.programs import ROOT
 from tests.unit.docs.pages import DOCS, PAGES, README
+
+NAME = re.compile(r"`(flatfsdp(?:\.[A-Za-z_]\w*)+)(?=[`(])(?<!\.json)")
 
 MAX_WORDS = 900
 MAX_COLUMNS = 88
@@ -74,6 +77,14 @@ def test_links(name: str) -> None:
     assert [file for file, _ in links if not (page.parent / file).exists()] == []
     named = [(page.parent / file if file else page, heading) for file, heading in links if heading]
     assert [f"{file}#{heading}" for file, heading in named if heading not in headings(file)] == []
+
+
+def test_names_of_the_package_exist() -> None:
+    """Those in backticks, with the path from which they are imported."""
+    named = {name for page in PAGES.values() for name in NAME.findall(page.read_text())}
+    assert len(named) > 20
+    for name in sorted(named):
+        resolve_name(name)
 
 
 def test_each_feature_names_a_page() -> None:
