@@ -49,7 +49,7 @@ def test_convergence(tmp_path: Path) -> None:
 def test_convergence_of_hf_llama(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--microbatches", "1")
-    options = ("--model", "hf-llama", "--seeds", "2", "--steps", "20", "--lr", "3e-3")
+    options = ("--model", "hf-llama", "--seeds", "2", "--steps", "10", "--lr", "3e-3")
     payload = run_benchmark("convergence", tmp_path, *shape, *options, written="convergence-hf-llama")
     plain, fused, *fp8 = payload["rows"]
     assert [plain["precision"], fused["precision"]] == ["bf16", "bf16-fused"]

@@ -49,7 +49,7 @@ def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
 
 
 def test_own_layers_with_each_switch(tmp_path: Path) -> None:
-    precisions = ("bf16-fused", "fp8-delayed", "fp8-weights")
+    precisions = ("fp8-delayed", "fp8-weights")
     options = [option for precision in precisions for option in ("--precision", precision)]
     fusions = ("--fusion", "off", "--fusion", "two-pass", "--fusion", "fused")
     done = verify(tmp_path, "--steps", "2", "--strategy", "zero3", *options, *fusions)
@@ -59,7 +59,6 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
     flag = [("flag", "wgrad off"), ("flag", "wgrad two-pass"), ("flag", "")]
     fp8 = [*flag, ("in-place", ""), ("fusion", ""), ("cache", "")]
     assert names == [
-        *(("bf16-fused", *row) for row in fp8[:-1]),
         *(("fp8-delayed", *row) for row in fp8),
         *(("fp8-weights", *row) for row in (*fp8[:-1], ("storage", ""))),
     ]
@@ -74,7 +73,7 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
             assert row["on"]["bytes_per_parameter"]["accumulate"] == pytest.approx(expected)
     losses = {(row["precision"], row["fusion"]): row["on"]["losses"] for row in rows}
     # Different precisions are different computations: otherwise the rows prove nothing.
-    assert len({tuple(values) for values in losses.values()}) >= len(precisions) - 1
+    assert len({tuple(values) for values in losses.values()}) >= len(precisions)
 
 
 def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:

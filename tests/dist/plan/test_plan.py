@@ -295,8 +295,6 @@ def test_what_a_pipeline_sends_and_has_in_flight() -> None:
     both, all_four = Parallelism(pp=2, dp_shard=2), Parallelism(pp=4)
     pipelines = [
         (all_four, {"schedule": "gpipe"}),
-        (all_four, {}),
-        (both, {}),
         (both, {"reshard_after_forward": False}),
         (Parallelism(pp=2, tp=2, sequence_parallel=True), {"schedule": "interleaved"}),
     ]
