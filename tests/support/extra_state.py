@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -103,15 +103,13 @@ def transformer_engine() -> Iterator[None]:
     packages = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.common")}
     moved = [(each, RECIPES) for each in (Largest, Format, DelayedScaling)]
     moved.append((ScaledLinear, "transformer_engine.pytorch.module.linear"))
-    before = [each.__module__ for each, _ in moved]
-    with mock.patch.dict(sys.modules, {**packages, RECIPES: recipe}):
-        try:
-            for each, name in moved:
-                each.__module__ = name
-            yield
-        finally:
-            for (each, _), name in zip(moved, before, strict=True):
-                each.__module__ = name
+    with pytest.MonkeyPatch.context() as patch:
+        # One by one: `mock.patch.dict` would also forget each module that is first imported inside.
+        for name, package in {**packages, RECIPES: recipe}.items():
+            patch.setitem(sys.modules, name, package)
+        for each, name in moved:
+            patch.setattr(each, "__module__", name)
+        yield
 
 
 class Counting(nn.Module):

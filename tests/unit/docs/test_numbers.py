@@ -222,7 +222,7 @@ def test_kernels() -> None:
     ]
     assert_rows((cell,) for cell in cells)
     reached = [row["reached"] for row in found["kernels"] + found["wgrad"] if row["reached"] is not None]
-    assert all(reached) and f"All {len(reached)} rows reach their goal" in PROSE
+    assert all(reached) and f"all {len(reached)} rows reach it" in PROSE
 
 
 def test_kernels_of_many_tokens() -> None:
@@ -232,8 +232,8 @@ def test_kernels_of_many_tokens() -> None:
             shares.setdefault(f"{row['kernel']} {row['variant']}", []).append(100 * row["share"])
     (norm,), (embedding,) = shares.pop("norm_forward LayerNorm, to FP8"), shares.pop("embedding_grad added")
     others = [share for of_sizes in shares.values() for share in of_sizes]
-    assert f"kernels have {min(others):.0f} to {max(others):.0f} %" in PROSE
-    assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in PROSE
+    assert f"kernels reach {min(others):.0f} to {max(others):.0f} %" in PROSE
+    assert f"LayerNorm to FP8 ({norm:.1f} %) and the gradient of embeddings ({embedding:.0f} %)" in PROSE
 
 
 def test_products() -> None:
