@@ -17,7 +17,7 @@ WORKERS ?= 2
 demo: .venv/cli
 	$(BIN)/flatfsdp demo
 
-# All precisions and switches, and more ways to share a model: a quarter of an hour on 2 CPU cores.
+# All precisions and switches, and more ways to share a model: some minutes on 2 CPU cores.
 verify: .venv/cli
 	$(BIN)/flatfsdp verify --steps 6 --out out/verify
 	$(BIN)/flatfsdp verify --matrix --ranks 4 --only "pp 2 x tp 2 + SP," --out out/verify
