@@ -32,10 +32,10 @@ class Microbatch:
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
             in, so gradients of an abandoned step are never added to.
         awaits_gradients: whether no gradient has landed since the model's last training forward.
-        is_recorded: whether this microbatch is being recorded in a CUDA graph, so that nothing runs yet.
         is_left: whether a loop was left before the last backward of this step.  What it accumulated is
             dropped at the next forward or backward; until then an optimizer's step raises, unless it was
             zeroed.
+        at_end_of_step: called at the end of each step, whether it was reduced or abandoned.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,8 @@ class Microbatch:
         self.step = 0
         self.steps_reduced = 0
         self.awaits_gradients = False
-        self.is_recorded = self.is_left = False
-        # Callbacks, each once, in this order.
-        self._at_end: dict[Callable[[], None], None] = {}
+        self.is_left = False
+        self.at_end_of_step: list[Callable[[], None]] = []
         self._loop: object = None
         self._loop_step = -1
 
@@ -56,13 +55,8 @@ class Microbatch:
         self.step += 1
         self.index = 0
         self.is_left = False
-        at_end, self._at_end = self._at_end, {}
-        for callback in at_end:
+        for callback in self.at_end_of_step:
             callback()
-
-    def call_at_end_of_step(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called once at the end of this step, even if it is passed several times."""
-        self._at_end[callback] = None
 
     def begin_loop(self, loop: object) -> None:
         """Begins a `microbatches` loop; what an unfinished step accumulated becomes stale."""
@@ -121,7 +115,7 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         )
     # Before the root module is first called, each unit has a `Microbatch` of its own.
     units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
-    states = {unit.microbatch for unit in units}
+    states = {unit.shared.microbatch for unit in units}
     source = iter(batches)
     loop = missing = object()
     batch = next(source, missing)

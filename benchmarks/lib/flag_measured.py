@@ -226,7 +226,7 @@ class _Training:
         return torch.stack(losses).mean()
 
     def _forward_backward(self, x_btc: Tensor) -> Tensor:
-        is_first = self._model.fsdp_state.microbatch.is_first if self._is_cached else None
+        is_first = self._model.fsdp_state.shared.microbatch.is_first if self._is_cached else None
         loss: Tensor = self._model(x_btc, is_first_microbatch=is_first)
         loss.backward()
         return loss.detach()

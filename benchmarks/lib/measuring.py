@@ -328,19 +328,18 @@ def _by_turns(
     model: nn.Module, step: Callable[[], None], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of steps with identities in collectives, and of steps without, in turns."""
-    groups = [group for _, group in named_groups(model)]
-    carried = [group.model for group in groups]
+    shared = {group.unit.shared for _, group in named_groups(model)}
     turn = itertools.cycle((True, False))
 
     def next_step() -> None:
         is_checked = next(turn)
-        for group, identity in zip(groups, carried, strict=True):
-            group.model = identity if is_checked else None
+        for each in shared:
+            each.checks = is_checked
         step()
 
     milliseconds = timed(next_step, 2 * steps, device)
-    for group, identity in zip(groups, carried, strict=True):
-        group.model = identity
+    for each in shared:
+        each.checks = True
     return milliseconds[::2], milliseconds[1::2]
 
 

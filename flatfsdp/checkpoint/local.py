@@ -49,7 +49,7 @@ def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], stric
         if key in state_dict:
             tensor.copy_(state_dict[key])
     for _, group in _shards(model):
-        group.master.generation += 1
+        group.master.count_load()
 
 
 def local_metadata(model: nn.Module) -> dict[str, Any]:

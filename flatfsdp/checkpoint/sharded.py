@@ -62,7 +62,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
     require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
     for _, group in groups:
         # A load in place may write to some ranks' shards only; yet all ranks must cast and gather again.
-        group.master.generation += 1
+        group.master.count_load()
     settle(group for _, group in groups)
     owners = owners_of(group.master for _, group in groups)
     parameters = {

@@ -36,10 +36,12 @@ def begin(model: Model, action: Action) -> None:
     """
     world, device = world_of(model)
     first = named_groups(model)[0][1]
-    if first.policy.debug.check_collectives:
+    if first.unit.policy.debug.check_collectives:
         # Stages of a pipeline are models of their own, with numbers of their own.
-        whole = ModelIdentity(timeout=first.policy.timeout)
-        declare(world, Identity(action, whole, is_early=first.microbatch.steps_reduced == 0), device)
+        whole = ModelIdentity(timeout=first.unit.policy.timeout)
+        declare(
+            world, Identity(action, whole, is_early=first.unit.shared.microbatch.steps_reduced == 0), device
+        )
 
 
 def of_each_stage(value: Any, model: Model) -> list[Any]:

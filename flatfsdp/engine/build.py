@@ -1,7 +1,7 @@
 """Builds a unit: puts a module's parameters into flat groups, for the wrapper and for in-place sharding.
 
 In:   a module, in which inner units have taken their parts already; ranks and policy.
-Out:  its `UnitState`.
+Out:  the unit.
 Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` gives the module its class.
 """
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.claim import (
@@ -31,12 +30,12 @@ from flatfsdp.engine.first_rank import take_from_first_rank
 from flatfsdp.engine.guards.watch import guard
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
-from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.transformer_engine import free_fp8_weights
-from flatfsdp.engine.units import UnitModule, UnitState
+from flatfsdp.engine.units import UnitModule
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
-from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Policy, Precision, require_flag
 
 
@@ -51,7 +50,7 @@ def build_unit(
     sync_module_states: bool = False,
     precision: Precision | None = None,
     **settings: Any,
-) -> UnitState:
+) -> DrivenUnit:
     """Shards the parameters below `module` that no unit has taken.
 
     Args:
@@ -90,26 +89,16 @@ def build_unit(
         take_from_first_rank({**parameters, **buffers}, grid, place)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
-    unit = Unit(modules, policy.reshard_after_forward, contains_units=contains_units)
-    state = UnitState(policy, grid, place, unit, Microbatch(), ByteLedger())
+    unit = DrivenUnit(policy, grid, Shared(place), modules, contains_units=contains_units)
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     for binding in bindings:
-        group = FlatGroup(
-            binding,
-            grid,
-            place,
-            policy,
-            state.microbatch,
-            state.ledger,
-            unit.landed,
-            cut=cut if in_place else None,
-        )
+        group = FlatGroup(unit, binding, unit.landed, cut=cut if in_place else None)
         unit.add(group)
         attach_targets(group)
     for _, owner in own_modules(module):
         free_fp8_weights(owner, unit)
     mark_taken(bindings, taken)
     guard(module)
-    return state
+    return unit

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.units import UnitState, root_of
+from flatfsdp.engine.units import root_of
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
@@ -66,16 +67,15 @@ def _end(root: Root, outputs: Any) -> None:
 
 @traced_inside
 def _around(
-    state: UnitState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: DrivenUnit, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    unit = state.unit
     begun, args, kwargs = unit.before_forward(args, kwargs)
-    state.uses += 1
+    unit.uses += 1
     try:
         outputs = compute(*args, **kwargs)
     except BaseException:
-        state.uses -= 1
+        unit.uses -= 1
         unit.after_failure()
         raise
-    state.uses -= 1
+    unit.uses -= 1
     return unit.after_forward(begun, (args, kwargs), outputs)

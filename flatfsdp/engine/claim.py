@@ -208,7 +208,7 @@ def device_of(
             the device.
     """
     if device is None:
-        found = {m.fsdp_state.device: f"unit {prefix.rstrip('.')}" for prefix, m in units_in(module)}
+        found = {m.fsdp_state.shared.device: f"unit {prefix.rstrip('.')}" for prefix, m in units_in(module)}
         found |= {p.device: f"parameter {name}" for name, p in parameters.items() if not p.is_meta}
         meta = next((name for name, p in parameters.items() if p.is_meta), None)
         if meta is not None and not found:

@@ -135,7 +135,7 @@ class EMA:
     def _declare(self) -> None:
         """Checks that all ranks exchange their weights now; others would gather a mixture."""
         _, first = self.groups[0]
-        declare(first.master.grid.shard, first.master.identify(Action.AVERAGE), first.master.device)
+        declare(first.master.grid.shard, first.unit.identify(Action.AVERAGE), first.master.device)
 
     @torch.no_grad()
     def _write(self, values: list[Tensor]) -> None:

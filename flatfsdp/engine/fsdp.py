@@ -65,7 +65,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         super().__init__(module)
         self.fsdp_state = build_unit(module, in_place=False, **options)
-        for group in self.fsdp_state.unit.groups:
+        for group in self.fsdp_state.groups:
             self._register_flat(group.flat_name, group.master.flat)
         module.register_forward_pre_hook(self._check_gathered)
         module.register_state_dict_pre_hook(self._check_whole)
@@ -76,12 +76,12 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     @property
     def microbatch(self) -> Microbatch:
         """The microbatch that the model is in."""
-        return self.fsdp_state.microbatch
+        return self.fsdp_state.shared.microbatch
 
     @property
     def ledger(self) -> ByteLedger:
         """Bytes that this rank has sent."""
-        return self.fsdp_state.ledger
+        return self.fsdp_state.shared.ledger
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes set on the wrapper itself may be replaced; "module" does not exist before wrapping.
@@ -118,7 +118,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     def _require_own_flats(self) -> None:
         """Raises if a flat parameter was replaced by another tensor, which nothing would read."""
         state = self.fsdp_state
-        for group in state.unit.groups:
+        for group in state.groups:
             if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
                 raise RuntimeError(
                     f"the flat parameter of unit {group.name} was replaced (by another engine around the "
@@ -127,7 +127,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 )
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
-        if self.fsdp_state.unit.is_sharded:
+        if self.fsdp_state.is_sharded:
             raise RuntimeError(
                 f"the forward of {type(module).__name__} was called past its FlatFSDP, so its parameters are "
                 "not gathered; call the FlatFSDP module, not its .module or a method that calls it: shard "
@@ -148,14 +148,14 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     def bindings(self) -> list[Binding]:
         """The bindings of flat parameters to the modules."""
         state = self.fsdp_state
-        return [] if state.is_whole else [group.binding for group in state.unit.groups]
+        return [] if state.is_whole else [group.binding for group in state.groups]
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
         root_of(self)
         return whole_units([self], state_dict_gathering(), writeback=False)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        groups = self.fsdp_state.unit.groups
+        groups = self.fsdp_state.groups
         next(group for group in groups if group.binding is binding).master.load(slot, value)
 
     def named_parameters(

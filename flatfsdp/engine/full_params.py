@@ -58,7 +58,7 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
     fulls = [_gather(group, gathering) for group in groups]
     settle(groups)
     registered = [
-        [] if full is None else group.whole_parameters(full)
+        [] if full is None else list(map(nn.Parameter, group.layout.views(full), group.flags))
         for group, full in zip(groups, fulls, strict=True)
     ]
     for group, parameters in zip(groups, registered, strict=True):
@@ -101,7 +101,7 @@ def _check_flags(groups: Sequence[FlatGroup], registered: Sequence[Sequence[nn.P
         for (slot, trains), parameter in zip(slots, parameters, strict=False):
             if parameter.requires_grad != trains:
                 raise RuntimeError(
-                    f"requires_grad of parameter {group.prefix}{slot.name} was changed while it was "
+                    f"requires_grad of parameter {group.unit.prefix}{slot.name} was changed while it was "
                     "summoned, which would be lost; call requires_grad_() outside of the block"
                 )
 

@@ -145,7 +145,7 @@ def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimiz
     """See `FlatFSDP.memory_report`."""
     groups = root.groups
     state = [] if optimizer is None else list(_state_of(groups, optimizer))
-    frees = any(group.policy.reshard_after_forward for group in groups)
+    frees = any(group.unit.policy.reshard_after_forward for group in groups)
     report = report_of(sizes_of(root), state, units_ahead(prefetch) if frees else None)
     pools = [pool.nbytes for pool in root.pools]
     return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
@@ -219,7 +219,7 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         compute_shard=size(shard.tensor) if shard.has_own_memory else None,
         flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
         transposed=None if columnwise is None else size(columnwise.tensor),
-        main_grad=Size(padded, group.policy.precision.accumulate, placement) if trained else None,
+        main_grad=Size(padded, group.unit.policy.precision.accumulate, placement) if trained else None,
         reduced_grad=(
             Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
         ),

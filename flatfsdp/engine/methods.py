@@ -107,7 +107,7 @@ class UnitMethods(UnitModule):
         root_of(self).require_no_writes()
         return clip_grad_norm(
             gradients_of(self),
-            self.fsdp_state.device,
+            self.fsdp_state.shared.device,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -117,8 +117,8 @@ class UnitMethods(UnitModule):
         """Resets gradients, also `main_grad` of shards and what was accumulated and not yet reduced."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
-            wrapped.fsdp_state.unit.drop_gradients()
-            for group in wrapped.fsdp_state.unit.groups:
+            wrapped.fsdp_state.drop_gradients()
+            for group in wrapped.fsdp_state.groups:
                 group.master.zero_grad(set_to_none)
 
     def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
@@ -137,7 +137,7 @@ class UnitMethods(UnitModule):
         """
         division = Division(predivide, postdivide)
         for _, wrapped in units_in(self) if recurse else [("", self)]:
-            for group in wrapped.fsdp_state.unit.groups:
+            for group in wrapped.fsdp_state.groups:
                 group.division = division
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -167,7 +167,7 @@ class UnitMethods(UnitModule):
             With async_op, a handle whose `wait()` waits, as the unit's next forward does; otherwise None.
         """
         root_of(self)
-        unit = self.fsdp_state.unit
+        unit = self.fsdp_state
         if not async_op:
             unit.show(Action.FORWARD)
             return None
@@ -177,7 +177,7 @@ class UnitMethods(UnitModule):
     def reshard(self) -> None:
         """Frees this unit's own parameters, if they are gathered."""
         root_of(self)
-        self.fsdp_state.unit.reshard()
+        self.fsdp_state.reshard()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -254,7 +254,7 @@ class UnitMethods(UnitModule):
         )
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
-        for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.unit.groups):
+        for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.groups):
             flat = group.master.flat
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
@@ -282,8 +282,8 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
     """Context in which these units have ordinary parameters; units that have them already are left alone."""
     fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
     for unit in fresh:
-        unit.fsdp_state.unit.writes.require_none()
-    groups = [group for unit in fresh for group in unit.fsdp_state.unit.groups]
+        unit.fsdp_state.writes.require_none()
+    groups = [group for unit in fresh for group in unit.fsdp_state.groups]
     with whole_parameters(groups, gathering, writeback=writeback):
         flats = {unit: _flat_parameters(unit) for unit in fresh}
         for wrapped, of_unit in flats.items():
@@ -306,5 +306,5 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
 
 def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
     """The flat parameters that a wrapper has registered, by attribute name; none in place."""
-    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.unit.groups)
+    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.groups)
     return {name: flat for name, flat in own if unit._parameters.get(name) is flat}

@@ -62,7 +62,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
     }
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
     to_cut = [group for _, group in groups_of_model if not group.master.has_views]
-    if any(group.has_unreduced or group.master.grads for group in to_cut):
+    if any(group.master.marks.is_on or group.master.grads for group in to_cut):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
     masters = [group.master for group in to_cut]
     if any(master.is_cut for master in masters):
@@ -147,7 +147,7 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
         RuntimeError: if there are none, and accumulated ones wait to be reduced.
     """
     groups = [group for _, group in named_groups(model) if group.main_grad is not None]
-    unreduced = next((group.name for group in groups if group.has_unreduced), None)
+    unreduced = next((group.name for group in groups if group.master.marks.is_on), None)
     if unreduced is not None and not any(group.master.grads for group in groups):
         raise RuntimeError(
             f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
@@ -190,7 +190,7 @@ class PortionTarget:
 
     def identify(self, action: Action) -> Identity | None:
         """What a collective for this parameter carries."""
-        return self.group.identify(action)
+        return self.group.unit.identify(action)
 
     @property
     def is_counted(self) -> bool:
@@ -205,17 +205,17 @@ class PortionTarget:
     @property
     def moved(self) -> Moved | None:
         """What a step has changed of the model besides gradients; see `FlatShard`."""
-        return self.group.moved
+        return self.group.unit.shared.scales if self.group.unit.is_used else None
 
     @property
     def awaits_gradients(self) -> bool:
         """Whether no gradient has landed since the model's last training forward."""
-        return self.group.microbatch.awaits_gradients
+        return self.group.unit.shared.microbatch.awaits_gradients
 
     @property
     def rounding(self) -> torch.dtype:
         """The dtype of `compute`, to which values are rounded before an amax is taken."""
-        return self.group.policy.precision.compute
+        return self.group.unit.policy.precision.compute
 
     @property
     def compute(self) -> Tensor | None:

@@ -63,7 +63,7 @@ class QuantizersOfWeights:
         """The quantizers of one forward, or None where a weight is not quantized."""
         quantizers = type(self._module)._get_weight_quantizers(self._module)
         unit = self._unit
-        if unit is None or not unit.reshards_after_forward:
+        if unit is None or not unit.policy.reshard_after_forward:
             return list(quantizers)
         return [None if each is None else _own(each, unit) for each in quantizers]
 

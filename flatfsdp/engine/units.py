@@ -1,95 +1,33 @@
-"""`UnitModule` and its `UnitState`; the root, units, flat groups and parameter names of a model.
+"""`UnitModule`: the root, units, flat groups and parameter names of a model.
 
-In:   a module, with its policy, ranks and device.
+In:   a module, in which some are units.
 Out:  functions that find all units of a model, each with the prefix of its parameters' names.
 Next: `build.py` takes the parameters, `call.py` runs the module.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.agreement import check_same_on_all_ranks
-from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.guards.other_engines import Guarded
-from flatfsdp.engine.input_casts import cast_in_front_of_modules
+from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.flat.layout import ParamSlot, Role
-from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Policy
-
-
-@dataclass(eq=False)
-class UnitState:
-    """Engine state of one sharded module: the one attribute through which others ask.
-
-    Attributes:
-        policy: settings that the user has chosen.
-        grid: the ranks over which its parameters are sharded, replicated and split.
-        device: device that it computes and communicates on.
-        unit: its flat groups, in forward and backward.
-        microbatch: which microbatch this is; shared with the inner units of a root.
-        ledger: counter of bytes moved; shared with the inner units of a root.
-        outer: the module around it that was sharded in place; None for the outermost one and for wrappers.
-        root: state of the whole model; None before the model is used.
-        uses: number of running calls of the module, or of parts of it.
-        is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
-        writes_back: whether these are written back at the end.
-        casts: hooks that cast inputs of modules, while it is the outermost unit.
-    """
-
-    policy: Policy
-    grid: Grid
-    device: torch.device
-    unit: Unit
-    microbatch: Microbatch
-    ledger: ByteLedger
-    outer: weakref.ref[UnitModule] | None = None
-    root: Root | None = None
-    uses: int = 0
-    is_whole: bool = False
-    writes_back: bool = False
-    casts: list[RemovableHandle] = field(default_factory=list)
 
 
 class UnitModule(Guarded):
     """A sharded module, wrapped or in place, for code that walks over a model.
 
     Attributes:
-        fsdp_state: engine state of the module.
+        fsdp_state: the module as a unit: its groups, its ranks, and what it shares with the whole model.
     """
 
-    fsdp_state: UnitState
-
-    def _join(self, root: Root, outermost: UnitModule) -> None:
-        """Joins a root, once, when the model is first used.
-
-        Args:
-            root: state that all units of the model share.
-            outermost: the root's module; may be this one.
-        """
-        state, shared = self.fsdp_state, outermost.fsdp_state
-        state.root = state.unit.root = root
-        state.microbatch, state.ledger = shared.microbatch, shared.ledger
-        for cast in state.casts:  # a layer that was a model of its own before
-            cast.remove()
-        state.casts, state.unit.casts_to = [], None
-        compute = state.policy.precision.compute
-        if state.policy.cast_inputs and compute is not torch.float32:
-            if self is outermost:
-                state.casts = cast_in_front_of_modules(state.unit, compute)
-            else:
-                state.unit.casts_to = compute
+    fsdp_state: DrivenUnit
 
 
 def root_of(wrapped: UnitModule) -> Root:
@@ -101,70 +39,73 @@ def root_of(wrapped: UnitModule) -> Root:
         RuntimeError: on all ranks, if the ranks have built different models.
         ValueError: if units inside differ from the root in settings that the whole model must share.
     """
-    state = wrapped.fsdp_state
-    if state.root is not None:
-        return state.root
-    if state.outer is not None and (outer := state.outer()) is not None:
+    outermost = wrapped.fsdp_state
+    if outermost.is_used:
+        return outermost.root
+    if outermost.outer is not None and isinstance(outer := outermost.outer(), UnitModule):
         # A layer that is called before the model around it.
         return root_of(outer)
-    inside: dict[UnitModule, str] = {}
-    for prefix, unit in units_in(wrapped):
+    inside: dict[DrivenUnit, str] = {}
+    for prefix, each in units_in(wrapped):
         # A module with two paths is one unit, under its first name.
-        inside.setdefault(unit, prefix)
+        inside.setdefault(each.fsdp_state, prefix)
     for unit, prefix in inside.items():
-        for group in unit.fsdp_state.unit.groups:
-            group.prefix = prefix
-    groups = [group for unit in inside for group in unit.fsdp_state.unit.groups]
-    lines = [line for group in groups for line in group.describe()]
-    timeout = state.policy.timeout
-    number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device, timeout)
-    if any(group.grid.num_ranks > state.grid.num_ranks for group in groups):
+        unit.prefix = prefix
+    groups = [group for unit in inside for group in unit.groups]
+    lines = [line for group in groups for line in _described(group)]
+    shared, policy = outermost.shared, outermost.policy
+    # Before the communicators below, which ranks with other models would make in other orders, and hang.
+    number = check_same_on_all_ranks(lines, outermost.grid.dimensions, shared.device, policy.timeout)
+    if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
         # Ranks of other roots, which have agreed on another number, share units inside.
         number = 0
-    wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
+    wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in inside)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
         raise ValueError(
             "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use the "
             "layers of flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
         )
-    for unit, prefix in inside.items():
-        _require_same_settings(unit.fsdp_state, state, prefix.rstrip("."))
-    root = Root(
-        [unit.fsdp_state.unit for unit in inside],
-        state.device,
-        state.policy.prefetch,
-        # Without sharding there is no shard to keep a sum in.
-        state.policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
-        state.microbatch,
-        state.ledger,
-        number,
-        timeout,
-    )
     for unit in inside:
-        unit._join(root, wrapped)
-    state.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
+        _require_same_settings(unit, outermost)
+    root = Root(list(inside), policy, shared, number)
+    for unit in inside:
+        unit.join(root)
+    shared.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
     return root
 
 
-def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> None:
-    """Checks settings that the whole model must share.
+def _described(group: FlatGroup) -> Iterator[str]:
+    """Describes the geometry, one line a parameter or pack, equal on all ranks if the model is sound."""
+    for slot, trains in zip(group.layout.slots, group.flags, strict=True):
+        kind = "trained" if trains else "frozen"
+        role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
+        place = f"{list(slot.shape)} at {slot.offset}{role}"
+        if group.grid.tensor.size > 1:
+            place += f", {slot.placement.value}"
+        if slot.partition is not None:
+            place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
+        yield f"{group.name}: {kind} {slot.name} {place}"
+    for pack in group.layout.packs:
+        parts = " + ".join(slot.name for slot in group.layout.slots[pack.first : pack.last])
+        yield f"{group.name}: one operand {pack.name} {list(pack.shape)} of {parts}"
+    yield f"{group.name}: {group.unit.policy}"
 
-    Args:
-        inner: state of a unit inside.
-        outer: state of the root.
-        name: name of the unit inside.
+
+def _require_same_settings(inner: DrivenUnit, outer: DrivenUnit) -> None:
+    """Checks settings that the whole model must share.
 
     Raises:
         ValueError: if one of them differs.
     """
-    if inner.device != outer.device:
-        raise ValueError(f"unit {name} is on {inner.device}, but its root on {outer.device}")
+    ours, theirs = outer.shared.device, inner.shared.device
+    if theirs != ours:
+        raise ValueError(f"unit {inner.name} is on {theirs}, but its root on {ours}")
     if inner.grid.tensor != outer.grid.tensor:
-        raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
+        raise ValueError(f"unit {inner.name} has another tp_group than its root; pass the same one to both")
     for what in ("grad_sync", "prefetch", "timeout"):
-        ours, theirs = getattr(outer.policy, what), getattr(inner.policy, what)
-        if theirs != ours:
-            raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")
+        mine, its = getattr(outer.policy, what), getattr(inner.policy, what)
+        if its != mine:
+            raise ValueError(f"unit {inner.name} has {what}={its!r}, but its root {mine!r}; make them equal")
 
 
 Model = nn.Module | Sequence[nn.Module]
@@ -204,14 +145,14 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
             units.setdefault(wrapped, prefix)
     for wrapped in units:
         root_of(wrapped)
-    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped.fsdp_state.unit.groups]
+    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped.fsdp_state.groups]
 
 
 def keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
     """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
     keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
     for prefix, wrapped in units_in(model):
-        for group in wrapped.fsdp_state.unit.groups:
+        for group in wrapped.fsdp_state.groups:
             for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
                 keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
     return keys

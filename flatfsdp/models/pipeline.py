@@ -241,7 +241,7 @@ class LlamaPipeline:
     def _forward_backward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         """Runs one microbatch through the only stage; returns its loss."""
         (model,) = self.stages
-        is_first = model.fsdp_state.microbatch.is_first if self._cache_fp8_weights else None
+        is_first = model.fsdp_state.shared.microbatch.is_first if self._cache_fp8_weights else None
         loss: Tensor = model(tokens_bs, targets_bs, is_first)
         (loss / self.microbatches).backward()
         return loss.detach()

@@ -50,7 +50,7 @@ def clip_grad_norm_(
     groups = [group for _, group in named_groups(modules)]
     return clip_grad_norm(
         gradients_of(modules),
-        next(wrapped for module in modules for _, wrapped in units_in(module)).fsdp_state.device,
+        next(wrapped for module in modules for _, wrapped in units_in(module)).fsdp_state.shared.device,
         max_norm,
         norm_type,
         stages=pipeline_of(pp_group, (group.master.stages for group in groups)),

@@ -120,7 +120,7 @@ class FlatStage(PipelineStage):
                 "the first step find out"
             )
         outermost = _outermost(submodule, stage_index)
-        device = outermost[0].fsdp_state.device if device is None else device
+        device = outermost[0].fsdp_state.shared.device if device is None else device
         if stage_index > 0:
             input_args = _exchanged(input_args)
         if stage_index < num_stages - 1:
@@ -428,7 +428,7 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
     @cache
     def make_group() -> dist.ProcessGroup | None:
-        return wrapped.fsdp_state.grid.make_group(wrapped.fsdp_state.device)
+        return wrapped.fsdp_state.grid.make_group(wrapped.fsdp_state.shared.device)
 
     return StageRanks(others, make_group)
 
@@ -454,7 +454,7 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
 def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     """Makes `wrapped` the root of the units inside.  Collective over the ranks that have the same stage."""
     root = root_of(wrapped)
-    if root.unit is not wrapped.fsdp_state.unit:
+    if root.unit is not wrapped.fsdp_state:
         raise ValueError(
             f"stage {stage_index} is part of a larger sharded module that has been used already; shard "
             "or wrap each stage by itself"

@@ -91,7 +91,7 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
                 f"batches ended in step {index} on rank {rank.index}; {job.steps} steps of "
                 f"{job.microbatches} microbatches need {job.steps * job.microbatches} of them"
             )
-        model.fsdp_state.ledger.reset()
+        model.fsdp_state.shared.ledger.reset()
         start = now(rank.device)
         with autocast(recipe=sharding.recipe) if sharding.recipe is not None else nullcontext():
             losses_m = torch.stack([microbatch(batch) for batch in microbatches(model, of_step)]).float()
@@ -102,7 +102,9 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
         local_losses[index] = losses_m.cpu()
         mean = mean_over_ranks(losses_m, rank.world)
         steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
-    return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
+    return Trained(
+        steps, local_losses, model.fsdp_state.shared.ledger.bytes_per_parameter(), model, optimizer
+    )
 
 
 def _sharded(built: nn.Module, policy: WrapPolicy | None, *, in_place: bool, **options: Any) -> Any:

@@ -160,7 +160,7 @@ def train(
         ]
         if settings.interrupts:
             batches = interruptions.before(index, batches)
-        model.fsdp_state.ledger.reset()
+        model.fsdp_state.shared.ledger.reset()
         start = now(rank.device)
         with run.region():
             losses_m = torch.stack([run(*batch) for batch in microbatches(model, batches)])
@@ -178,7 +178,9 @@ def train(
         steps.append(Step(mean_over_ranks(losses_m, rank.world), float(norm), ms))
         on_step(steps[-1].loss, tokens / ms * 1e3)
     run.require_replays(rank.device)
-    return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
+    return Trained(
+        steps, local_losses, model.fsdp_state.shared.ledger.bytes_per_parameter(), model, optimizer
+    )
 
 
 def _sharded(settings: TrainSettings, device: torch.device) -> Any:
@@ -213,7 +215,7 @@ class _Microbatches:
         return (self._replayed or self._run)(tokens_bt, targets_bt)
 
     def _run(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
-        is_first = self._model.fsdp_state.microbatch.is_first
+        is_first = self._model.fsdp_state.shared.microbatch.is_first
         position = {"is_first_microbatch": is_first} if self._is_cached else {}
         loss = self._settings.loss(self._model, tokens_bt, targets_bt, **position)
         (loss / self._settings.microbatches).backward()

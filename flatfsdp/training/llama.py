@@ -152,7 +152,7 @@ def train_parallel(
             for microbatch in range(settings.microbatches)
         ]
         for stage in pipeline.stages:
-            stage.fsdp_state.ledger.reset()
+            stage.fsdp_state.shared.ledger.reset()
         start = now(rank.device)
         losses = pipeline.forward_backward(batches)
         losses_m = torch.stack(losses) if losses else torch.empty(0, device=rank.device)
@@ -189,7 +189,7 @@ def _mean_of_replicas(losses_m: Tensor, settings: ParallelSettings, mesh: Parall
 
 def _bytes_per_parameter(model: LlamaPipeline) -> dict[str, float]:
     """Sum of the ledgers of this rank's stages."""
-    ledgers = [stage.fsdp_state.ledger for stage in model.stages]
+    ledgers = [stage.fsdp_state.shared.ledger for stage in model.stages]
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = sum(ledger.parameters for ledger in ledgers)
     return {kind: sum(ledger.bytes[kind] for ledger in ledgers) / parameters for kind in kinds}

@@ -69,7 +69,7 @@ def assert_equal(ours: Grads, expected: Grads) -> None:
 def resident_bytes(model: FlatFSDP) -> list[int]:
     """Memory of each unit's unsharded parameters, root first: bytes of the storages, not what flags say."""
     return [
-        sum(g.buffer.tensor.untyped_storage().nbytes() for g in wrapped.fsdp_state.unit.groups)
+        sum(g.buffer.tensor.untyped_storage().nbytes() for g in wrapped.fsdp_state.groups)
         for _, wrapped in units_in(model)
     ]
 
@@ -89,7 +89,7 @@ def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
     Args:
         others: what was there before the model, and is not counted.
     """
-    trained_groups = [group for _, wrapped in units_in(model) for group in wrapped.fsdp_state.unit.trained]
+    trained_groups = [group for _, wrapped in units_in(model) for group in wrapped.fsdp_state.trained]
     sizes = {4 * group.layout.padded_numel(group.grid.shard.size) for group in trained_groups}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fp32_tensors()}
     known = {t.untyped_storage()._cdata for t in others}

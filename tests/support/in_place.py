@@ -14,7 +14,7 @@ def cut_by_hand(model: UnitModule) -> dict[str, nn.Parameter]:
     """From now on the portions of all shards are views; returns them by the names of their parameters."""
     views: dict[str, nn.Parameter] = {}
     for prefix, wrapped in units_in(model):
-        for group in wrapped.fsdp_state.unit.groups:
+        for group in wrapped.fsdp_state.groups:
             master = group.master
             shapes = (slot.shape for slot in master.layout.slots)
             originals = [nn.Parameter(torch.empty(shape), requires_grad=group.trains) for shape in shapes]

@@ -28,7 +28,6 @@ from flatfsdp.engine.replay.facts import OfGroups, Surroundings
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.unreduced import AllMarkers
 from flatfsdp.torch_private import uses_of_memory
 
 aten = torch.ops.aten
@@ -166,28 +165,28 @@ def _uses_of_memory(tensor: Tensor) -> int:
 
 
 _look_at_groups = Surroundings._look_at_groups
-_are_in_place: Any = AllMarkers.are_in_place
-_end_microbatch = Root._end_microbatch
+_are_in_place: Any = Surroundings.markers_are_in_place
+_end_microbatch = Root.end_microbatch
 
 
 def _looking_at_groups(surroundings: Surroundings) -> OfGroups:
     found, known = _look_at_groups(surroundings), surroundings._of_groups
     surroundings._of_groups = None
-    assert found == _look_at_groups(surroundings), "a group has changed, and Changes.count has not"
+    assert found == _look_at_groups(surroundings), "a group has changed, and no change was counted"
     surroundings._of_groups = known
     return found
 
 
-def _looking_at_markers(markers: AllMarkers) -> bool:
-    found: bool = _are_in_place.fget(markers)
+def _looking_at_markers(surroundings: Surroundings) -> bool:
+    found: bool = _are_in_place.fget(surroundings)
     if found:
-        assert not any(marks.were_zeroed for marks in markers._marks)
+        assert not any(group.master.marks.were_zeroed for group in surroundings._root.groups)
     return found
 
 
 def _looking_at_watches(root: Root) -> None:
     _end_microbatch(root)
-    assert root.microbatch.index == 0 or all(g.has_unreduced for g in root.groups if g.takes_part)
+    assert root.microbatch.index == 0 or all(g.master.marks.is_on for g in root.groups if g.state.takes_part)
 
 
 @contextmanager
@@ -195,9 +194,9 @@ def taped() -> Iterator[None]:
     """Context in which `flatfsdp.replayed` replays on the CPU."""
     with (
         mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
-        mock.patch("flatfsdp.engine.storage.group.uses_of_memory", _uses_of_memory),
+        mock.patch("flatfsdp.engine.storage.kept_grad.uses_of_memory", _uses_of_memory),
         mock.patch.object(Surroundings, "_look_at_groups", _looking_at_groups),
-        mock.patch.object(AllMarkers, "are_in_place", property(_looking_at_markers)),
-        mock.patch.object(Root, "_end_microbatch", _looking_at_watches),
+        mock.patch.object(Surroundings, "markers_are_in_place", property(_looking_at_markers)),
+        mock.patch.object(Root, "end_microbatch", _looking_at_watches),
     ):
         yield

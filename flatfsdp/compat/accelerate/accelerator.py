@@ -199,7 +199,7 @@ class FlatAccelerator(Accelerator):
         Raises:
             ValueError: if the model is sharded on another device, or over other ranks.
         """
-        device, ranks = model.fsdp_state.device, model.fsdp_state.grid.num_ranks
+        device, ranks = model.fsdp_state.shared.device, model.fsdp_state.grid.num_ranks
         if device != self._engine_device:
             raise ValueError(
                 f"the model is sharded on {device}, and Accelerate's device is {self._engine_device}; shard "

@@ -25,9 +25,8 @@ from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP, whole_units
 from flatfsdp.engine.full_params import state_dict_gathering
-from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import UnitModule, root_of, units_in
+from flatfsdp.engine.units import root_of, units_in
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.policy import Gathering
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
@@ -145,7 +144,7 @@ class FullyShardedDataParallel(FlatFSDP):
             optimize_backward_concat=optimize_backward_concat,
             cpu_offload=offload,
         )
-        self.fsdp_state.unit.keep_as_root = disable_reshard_on_root
+        self.fsdp_state.keep_as_root = disable_reshard_on_root
         self._ranks = ranks
         is_group = isinstance(process_group_reduce_scatter, dist.ProcessGroup)
         self._reduce_ranks = Ranks.of(process_group_reduce_scatter) if is_group else ranks
@@ -157,8 +156,8 @@ class FullyShardedDataParallel(FlatFSDP):
         self.flatten_parameters = flatten_parameters
         self.move_params_to_cpu = self.move_grads_to_cpu = offload
         self.compute_dtype, self.buffer_dtype = precision.compute, precision.buffer
-        self.compute_device = self.fsdp_state.device
-        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.compute_device = self.fsdp_state.shared.device
+        self._no_broadcast_optim_state = bool(no_broadcast_optim_state)
         self.state_dict_device = torch.device("cpu" if offload else state_dict_device or self.compute_device)
         self.clear_autocast_cache = clear_autocast_cache
         self.force_input_to_fp32 = force_input_to_fp32
@@ -194,7 +193,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def params(self) -> list[nn.Parameter]:
         """This instance's own flat parameters."""
-        return [group.master.flat for group in self.fsdp_state.unit.groups]
+        return [group.master.flat for group in self.fsdp_state.groups]
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """The list `params`: a parameter belongs to one instance."""
@@ -203,7 +202,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """Parameters that the optimizer updates, here and in inner instances, if they have a gradient."""
-        masters = [group.master for m in get_fsdp_instances(self) for group in m.fsdp_state.unit.groups]
+        masters = [group.master for m in get_fsdp_instances(self) for group in m.fsdp_state.groups]
         return [
             portion.parameter
             for master in masters
@@ -219,7 +218,8 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def _is_root(self) -> bool | None:
         """Whether no other instance contains this one; None before the first use of the model."""
-        return None if self.fsdp_state.root is None else self.fsdp_state.root.unit is self.fsdp_state.unit
+        unit = self.fsdp_state
+        return unit.root.unit is unit if unit.is_used else None
 
     def extra_repr(self) -> str:
         """Settings shown in the module's repr."""
@@ -238,10 +238,10 @@ class FullyShardedDataParallel(FlatFSDP):
         state = self.fsdp_state
         if state.is_whole:
             return TrainingState.SUMMON_FULL_PARAMS
-        if state.root is None:
+        if not state.is_used:
             return TrainingState.IDLE
         if in_backward():
-            is_done = state.unit.backward_done
+            is_done = state.backward_done
             return TrainingState.BACKWARD_POST if is_done else TrainingState.BACKWARD_PRE
         return TrainingState.FORWARD if state.root.in_forward else TrainingState.IDLE
 
@@ -252,9 +252,12 @@ class FullyShardedDataParallel(FlatFSDP):
             names = " or ".join(one.name for one in allowed)
             raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
 
-    def _join(self, root: Root, outermost: UnitModule) -> None:
-        super()._join(root, outermost)
-        self.no_broadcast_optim_state |= self.world_size == 1 < outermost.fsdp_state.grid.num_ranks
+    @property
+    def no_broadcast_optim_state(self) -> bool:
+        """Whether its optimizer state is not collected: on request, or because other ranks have others."""
+        unit = self.fsdp_state
+        is_alone = unit.is_used and self.world_size == 1 < unit.root.unit.grid.num_ranks
+        return self._no_broadcast_optim_state or is_alone
 
     # ---- training ---------------------------------------------------------------------------------------
 
@@ -272,7 +275,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Casts FP32 inputs of the root, labels too, as fairscale does."""
-        is_cast = self._casts_input and root_of(self).unit is self.fsdp_state.unit
+        is_cast = self._casts_input and root_of(self).unit is self.fsdp_state
         return _cast((args, kwargs), torch.float32, self.compute_dtype) if is_cast else (args, kwargs)
 
     @contextmanager
@@ -424,7 +427,7 @@ class FullyShardedDataParallel(FlatFSDP):
         alone = {
             f"{prefix}{group.flat_name}"
             for prefix, unit in units_in(self)
-            for group in unit.fsdp_state.unit.groups
+            for group in unit.fsdp_state.groups
             if optim_state.is_uncollected(unit, self)
         }
         for key, about in metadata["shards"].items():

@@ -84,7 +84,7 @@ def _uncollected(model: UnitModule) -> list[int]:
     alone = [
         is_uncollected(unit, model)
         for unit in dict.fromkeys(unit for _, unit in units_in(model))
-        for _ in unit.fsdp_state.unit.groups
+        for _ in unit.fsdp_state.groups
     ]
     return [local_id for local_id, is_alone in enumerate(alone) if is_alone]
 

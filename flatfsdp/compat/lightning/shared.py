@@ -34,7 +34,7 @@ def require_place(model: UnitModule, device: torch.device, world_size: int, way_
     Raises:
         ValueError: if it is on another device, or over other ranks.
     """
-    found, ranks = model.fsdp_state.device, model.fsdp_state.grid.num_ranks
+    found, ranks = model.fsdp_state.shared.device, model.fsdp_state.grid.num_ranks
     if found != device:
         raise ValueError(f"the model is on {found}, and Lightning's device is {device}; {way_out}")
     if ranks != world_size:

@@ -89,7 +89,7 @@ def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: d
     targets = {(target.grid, target.stages): target for target in _targets(optimizer)}
     for (grid, stages), target in targets.items():
         for ranks in (*grid.dimensions, stages):
-            meet(ranks, "optimizer.load_state_dict", target.group.policy.timeout)
+            meet(ranks, "optimizer.load_state_dict", target.group.unit.policy.timeout)
             problem = next(filter(None, all_gather_object(problem, ranks, target.device)), None)
     if problem is not None:
         raise ValueError(problem)

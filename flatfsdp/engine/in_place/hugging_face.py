@@ -81,7 +81,7 @@ def _computed_with(module: nn.Module) -> Tensor:
 
 def _generates_together(module: nn.Module) -> bool:
     """Tells transformers that every forward is collective, so that all ranks generate equally long."""
-    return not unit_of(module).fsdp_state.unit.is_kept
+    return not unit_of(module).fsdp_state.is_kept
 
 
 def _refuse_resizing(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
@@ -160,7 +160,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
                 except Exception as error:
                     problem = error
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        first = broadcast_object(said, state.grid.dimensions, state.device)
+        first = broadcast_object(said, state.grid.dimensions, state.shared.device)
         if problem is not None:
             raise problem
         if first is not None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import UnitState
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.module_wrapper import misfit
 
@@ -32,10 +32,10 @@ class _Listed(NamedTuple):
     view: nn.Parameter
 
 
-def follow_state_dicts(state: UnitState) -> None:
+def follow_state_dicts(state: Unit) -> None:
     """Registers the hooks of a unit's modules."""
     listed: dict[nn.Module, list[_Listed]] = {}
-    for group in state.unit.groups:
+    for group in state.groups:
         binding = group.binding
         for slot, sites, view in zip(binding.layout.slots, binding.sites, binding.listed, strict=True):
             for site in sites:
@@ -45,7 +45,7 @@ def follow_state_dicts(state: UnitState) -> None:
         module.register_load_state_dict_pre_hook(partial(_load, state, parameters))
 
 
-def _refuse_parts(state: UnitState) -> Callable[..., None]:
+def _refuse_parts(state: Unit) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not state.is_whole:
             raise RuntimeError(
@@ -58,7 +58,7 @@ def _refuse_parts(state: UnitState) -> Callable[..., None]:
 
 
 def _load(
-    state: UnitState,
+    state: Unit,
     parameters: list[_Listed],
     module: nn.Module,
     state_dict: dict[str, Any],

@@ -7,18 +7,18 @@ Next: `replayed.py` compares them before each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, get_args
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.changes import fetched
-from flatfsdp.engine.storage.group import Passage
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
@@ -32,21 +32,54 @@ _KIND = attrgetter("shape", "dtype")
 # From an object's own dict: to find attributes, Python also looks at the object, its class and all bases.
 _IS_TRAINING = itemgetter("training")
 _KNOWN = itemgetter("known")
+_GRAD_OF = attrgetter("grad")
 _ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+T = TypeVar("T")
+
+
+def fetched(objects: Sequence[T]) -> Sequence[T]:
+    """The same list, once all objects in it are on their way to the processor's caches.
+
+    A model has hundreds of modules and parameters, and between two microbatches other work has pushed them
+    out of the caches.  To copy a list is to count one more reference to each object, in a loop so short that
+    the processor waits for many of them at once.  A loop that calls a function for each waits for one after
+    the other.
+    """
+    return objects[:]
 
 
 class OfGroups(NamedTuple):
     """Facts that only the engine changes, and counts.
 
     Attributes:
-        passages: state of each flat group.
+        states: copy of the state of each flat group.
         sums: address of each group's accumulated gradients; 0 while there are none.
         trained: whether each parameter of each group is trained, as noticed at the beginning of the step.
     """
 
-    passages: list[Passage]
+    states: list[GroupState]
     sums: list[int]
     trained: list[list[bool]]
+
+
+class _Markers(NamedTuple):
+    """Parameters whose `.grad` is watched, and what is in it.
+
+    Attributes:
+        changes: number of changes to groups when these were collected.
+        are_all: whether nothing but markers is watched.
+    """
+
+    changes: int
+    parameters: list[nn.Parameter]
+    markers: list[Tensor]
+    are_all: bool
+
+
+def states_of(root: Root) -> list[GroupState]:
+    """Copies of the states of all groups, between two microbatches."""
+    return [group.compute_shard.state.copy() for group in root.groups]
 
 
 class Facts(NamedTuple):
@@ -100,6 +133,7 @@ class Surroundings:
         self._hooks = [hooks for module in modules for hooks in _hooks_of(module)]
         self._sort_hooks()
         self._of_groups: tuple[Any, OfGroups] | None = None
+        self._markers: _Markers | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -150,12 +184,26 @@ class Surroundings:
         """Facts of all groups; the same object as long as they cannot have changed."""
         # A write to a master shard makes what was cast from it stale, and only its version tells.
         root = self._root
-        now = root.changes.count, root.microbatch.step, list(map(_VERSION, self._flats))
+        now = root.changes, list(map(_VERSION, self._flats))
         if self._of_groups is None or self._of_groups[0] != now:
             sums = [0 if group.main_grad is None else group.main_grad.address for group in root.groups]
             trained = [group.params.trained for group in root.groups]
-            self._of_groups = now, OfGroups(root.passages(), sums, trained)
+            self._of_groups = now, OfGroups(states_of(root), sums, trained)
         return self._of_groups[1]
+
+    @property
+    def markers_are_in_place(self) -> bool:
+        """Whether every `.grad` is a marker, where it was put; if not, each of the groups has to be asked."""
+        if self._markers is None or self._markers.changes != self._root.changes:
+            marks = [group.master.marks for group in self._root.groups if group.master.marks.is_on]
+            self._markers = _Markers(
+                self._root.changes,
+                [parameter for each in marks for parameter in each.parameters],
+                [marker for each in marks for marker in each.watched],
+                all(each.are_all_markers for each in marks),
+            )
+        _, parameters, markers, are_all = self._markers
+        return are_all and all(map(is_, map(_GRAD_OF, fetched(parameters)), fetched(markers)))
 
     def _have_scales(self) -> list[bool]:
         known = list(map(_KNOWN, fetched(self._of_scalings)))
@@ -172,9 +220,13 @@ class Surroundings:
                 return "modules have hooks, which would not run in replays"
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
-        if is_last and any(group.trains and not group.is_kept_grad_free for group in self._root.groups):
+        if is_last and any(group.trains and not _has_free_grad(group) for group in self._root.groups):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
+
+
+def _has_free_grad(group: FlatGroup) -> bool:
+    return group.kept_grad is not None and group.kept_grad.free_memory is not None
 
 
 def _has_own_mode(module: nn.Module) -> bool:

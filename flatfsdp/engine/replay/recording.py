@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
-from flatfsdp.engine.replay.facts import Surroundings
+from flatfsdp.engine.replay.facts import Surroundings, states_of
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
-from flatfsdp.engine.step.reduce import Used
+from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.group import FlatGroup, Passage
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
 from flatfsdp.microbatch import Microbatch
@@ -59,39 +60,38 @@ class Recording:
         self._arenas = arenas = surroundings.arenas
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
-        before, found = Moved.of(root.ledger), root.passages()
-        from_autograd = root.changes.from_autograd
+        before, found = Moved.of(root.shared.ledger), states_of(root)
+        from_autograd = autograds_of(root)
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
-        root.reducer.recorded = []
+        self._reduced: list[Reduced] = []
         self._renew()
         region = current_region()
         noted: AbstractContextManager[list[Scaling]]
         noted = nullcontext([]) if region is None else region.noted()
-        with _recorded(root, arenas), noted as self._used_in_region:
+        with _recorded(root, arenas, self._reduced), noted as self._used_in_region:
             ended = _after_one_more(root.microbatch)
             self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
-            if root.changes.from_autograd != from_autograd:
+            if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
         # The groups that an eager microbatch would leave changed; nothing has run yet.
-        self._changed: list[tuple[FlatGroup, Passage]] = [
-            (group, passage)
-            for group, passage, earlier in zip(root.groups, root.passages(), found, strict=True)
-            if passage != earlier
+        self._changed: list[tuple[FlatGroup, GroupState]] = [
+            (group, state)
+            for group, state, earlier in zip(root.groups, states_of(root), found, strict=True)
+            if state != earlier
         ]
-        self._reduced: list[tuple[FlatGroup, Used]] = root.reducer.recorded
-        self.scalings: list[Scaling] = root.scales.noted
+        self.scalings: list[Scaling] = root.shared.scales.noted
         self._first_scaled = [
             scaling for scaling in self.scalings if scaling.has_scales and scaling in lacking
         ]
-        self._moved = Moved.of(root.ledger).since(before)
+        self._moved = Moved.of(root.shared.ledger).since(before)
 
     def run_first(self) -> Outputs:
         """Runs the microbatch that was just recorded; the engine's state is that after it already."""
         self._graph.replay()
         self._renew()
-        self._root.reducer.publish_kept(self._reduced)
+        self._root.publish(self._reduced)
         return _copies(self.outputs)
 
     def replay(self, inputs: list[Tensor]) -> Outputs:
@@ -107,8 +107,15 @@ class Recording:
         # A skipped step may have taken away the scales of a first update, which this replay has made again.
         for scaling in self._first_scaled:
             scaling.has_scales = True
-        self._moved.add_to(self._root.ledger)
-        self._root.skip_to(self._changed, self._reduced)
+        self._moved.add_to(self._root.shared.ledger)
+        # The state that the microbatch would have left, had it run eagerly.
+        for group, state in self._changed:
+            group.become(state)
+        for group, _, _ in self._reduced:
+            group.join_step()
+        if self._reduced:
+            self._root.publish(self._reduced)
+        self._root.end_microbatch()
         return _copies(self.outputs)
 
     def release(self) -> None:
@@ -127,14 +134,21 @@ def _after_one_more(microbatch: Microbatch) -> tuple[int, int]:
 
 
 @contextmanager
-def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
-    """Context that records a microbatch; if that fails, the engine is left as after any failed step."""
+def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> Iterator[None]:
+    """Context that records a microbatch; if that fails, the engine is left as after any failed step.
+
+    Args:
+        reduced: gets what the microbatch reduces.
+    """
+    publish = root.publish
     _mark(root, arenas, is_recorded=True)
+    # Nothing has run: there is no gradient yet that an optimizer could take.
+    root.publish = reduced.extend
     try:
         yield
     except BaseException as error:
         _mark(root, arenas, is_recorded=False)
-        root.abandon_recording()
+        _abandon(root)
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
@@ -143,13 +157,30 @@ def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
             f"another number of backwards than one ({error}); compute that outside of it, or train without "
             "flatfsdp.replayed"
         ) from error
+    finally:
+        root.publish = publish
     _mark(root, arenas, is_recorded=False)
 
 
 def _mark(root: Root, arenas: Sequence[Arena], *, is_recorded: bool) -> None:
-    root.microbatch.is_recorded = is_recorded
+    # A recorded collective runs later, and more than once: the number that it carries would be an old one.
+    root.shared.checks = not is_recorded
     for arena in arenas:
         arena.is_recorded = is_recorded
+
+
+def _abandon(root: Root) -> None:
+    """Cleans up after a failed recording, none of which will run, so that nothing may wait for it."""
+    root.forget_forward()
+    root.reducer.forget()
+    for group in root.groups:
+        group.forget_gather()
+    root.abandon_step()
+
+
+def autograds_of(root: Root) -> int:
+    """Number of gradients that autograd has brought to the optimizer's parameters itself so far."""
+    return sum(group.state.from_autograd for group in root.groups)
 
 
 class Moved:

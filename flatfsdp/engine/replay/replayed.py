@@ -8,8 +8,8 @@ Next: `recording.py` records; `facts.py` tells when a recording is stale.
                                  facts changed: eager again --^
 
 The first, a middle and the last microbatch of a step launch different kernels, and so do other shapes: each
-has a recording of its own.  State that passes from one to the next (`FlatGroup.passage`) is at fixed
-addresses.
+has a recording of its own.  Gradients and parameters that pass from one to the next are at fixed
+addresses; what the host knows of them is a copy of each `GroupState`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import declare
 from flatfsdp.engine.replay.facts import Facts, Surroundings
 from flatfsdp.engine.replay.graphs import Graphs, graphs_on
 from flatfsdp.engine.replay.random_state import RandomMoves
-from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
+from flatfsdp.engine.replay.recording import Recording, autograds_of, require_nothing_kept
 from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.backward_concat import Leaves
+from flatfsdp.engine.storage.kept_grad import KeptGrad
 from flatfsdp.engine.units import UnitModule, root_of
 from flatfsdp.fp8.delayed_scaling import Scaling
 
@@ -138,7 +141,7 @@ class Replayed(Generic[P, R]):
     def __init__(self, model: nn.Module, microbatch: Callable[P, R]) -> None:
         self._model = _checked(model)
         self._microbatch = microbatch
-        self._device = self._model.fsdp_state.device
+        self._device = self._model.fsdp_state.shared.device
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
         self._surroundings: Surroundings | None = None
         self._said: set[str] = set()
@@ -174,10 +177,17 @@ class Replayed(Generic[P, R]):
             self._surroundings = Surroundings(root, self._model)
             root.pools.add(graphs)
             root.call_before_shutdown(self.release)
-            for group in root.groups:
-                group.follow_stream()
+            _follow_stream(root)
         surroundings = self._surroundings
-        root.look_before_replayable()
+        if key.kind.is_first:
+            root.look_at_user()
+            root.follow_user()
+        else:
+            # Other changes by users between microbatches are noticed in the next step.
+            root.look_at_ranks()
+            if not surroundings.markers_are_in_place:
+                for group in root.groups:
+                    group.drop_if_zeroed()
         reason = surroundings.why_not(is_last=key.kind.is_last)
         facts = surroundings.facts()
         seen = self._seen.get(key)
@@ -195,28 +205,27 @@ class Replayed(Generic[P, R]):
             recording = seen.recording[1]
             # Found equal faster the next time, if these are the same objects then.
             seen.recording = facts, recording
-            root.begin_replayable(recording.scalings, Action.REPLAY, self._number(key))
+            _begin(root, recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = None, 0
             return self._results(recording.replay(tensors), seen)
         call = Call(*tree_flatten(arguments))
-        for unit in root.units:
-            unit.keep_addresses(of_sums=self._has_sums)
+        keep_addresses(root, of_sums=self._has_sums)
         facts = surroundings.facts()
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
         if reason is None and seen.times >= WARM_UP:
             return self._record(graphs, root, key, call, seen, surroundings, tensors)
-        root.begin_replayable((), Action.MICROBATCH, 0)
+        _begin(root, (), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
-        from_autograd = root.changes.from_autograd
+        from_autograd = autograds_of(root)
         with graphs.watched() as moves:
             outputs = self._call(call, seen, inputs)
-        seen.has_penalty = root.changes.from_autograd != from_autograd
+        seen.has_penalty = autograds_of(root) != from_autograd
         if moves != seen.moves:
             seen.moves, seen.times = moves, 0
-        seen.scalings = root.scales.noted
+        seen.scalings = root.shared.scales.noted
         surroundings.renew()
         return self._results(outputs, seen)
 
@@ -233,7 +242,7 @@ class Replayed(Generic[P, R]):
         assert seen.facts is not None and seen.moves is not None
         seen.recording = None
         self._make_room()
-        root.begin_replayable(seen.scalings, Action.REPLAY, self._number(key))
+        _begin(root, seen.scalings, Action.REPLAY, self._number(key))
         inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
         try:
             recording = Recording(
@@ -280,6 +289,55 @@ class Replayed(Generic[P, R]):
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("microbatches are run eagerly, not replayed: %s", reason)
+
+
+def _follow_stream(root: Root) -> None:
+    """Makes autograd nodes anew that serve all forwards: their backward runs on the stream that made them."""
+    for group in root.groups:
+        if isinstance(group.params, Leaves) and group.main_grad is not None and group.layout.packs:
+            group.params.remake_packs()
+
+
+def keep_addresses(root: Root, *, of_sums: bool) -> None:
+    """Fixes, for good, the addresses of what passes from one microbatch to the next.
+
+    Args:
+        of_sums: whether gradients pass, too: steps have more than one microbatch.
+    """
+    for group in root.groups:
+        if group.main_grad is not None:
+            group.kept_grad = group.kept_grad or KeptGrad(group.master)
+            if of_sums:
+                group.main_grad.stay()
+        if not group.unit.policy.reshard_after_forward:
+            if group.buffer is not None:
+                group.buffer.stay()
+            if group.fp8 is not None:
+                group.fp8.columnwise.stay()
+
+
+def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int) -> None:
+    """Does what an eager, a recorded and a replayed microbatch have in common first.  Collective.
+
+    Args:
+        scalings: FP8 scales that it updates.
+        action: which of the three it is, for the check against other ranks.
+        number: number of the recording, the same on all ranks.
+    """
+    microbatch, scales = root.microbatch, root.shared.scales
+    is_first, is_last = microbatch.index == 0, microbatch.is_last
+    # Under ZeRO-2, ranks may have different numbers of microbatches between.
+    launches = is_first or is_last or any(unit.policy.reshard_after_forward for unit in root.units)
+    if launches and root.is_checked:
+        identity = Identity(action, root.identity, number, microbatch.steps_reduced, microbatch.index)
+        # Microbatches before the last only gather.
+        for ranks in root.identity.data_parallel if is_last else root.gather_ranks:
+            declare(ranks, identity, root.shared.device)
+    if is_first:
+        scales.begin_forward(root.versions)
+        scales.end_forward()
+    # Later microbatches may use layers that the first did not.
+    scales.note_all(scalings)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Hashable:

@@ -75,14 +75,14 @@ class WriteCheck:
             if before != after or taken:
                 slots = enumerate(zip(group.layout.slots, before, after, strict=True))
                 names = [
-                    group.prefix + slot.name
+                    group.unit.prefix + slot.name
                     for index, (slot, was, now) in slots
                     if was != now or index in taken
                 ]
                 if len(names) > 1:
                     # Views of one tensor count together, and of these a table with `max_norm` has written.
                     sites = [site for sites in group.binding.sites for site in sites]
-                    tables = {group.prefix + site.name for site in sites if _is_renormed(site.module)}
+                    tables = {group.unit.prefix + site.name for site in sites if _is_renormed(site.module)}
                     names = [name for name in names if name in tables] or names
                 yield group, " or ".join(names)
 

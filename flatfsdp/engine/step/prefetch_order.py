@@ -8,28 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Protocol
 
-from flatfsdp.comm.checking.identity import Action
-from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.policy import Prefetch
-
-
-class Ordered(Protocol):
-    """Interface of a unit, as far as the order needs it."""
-
-    groups: list[FlatGroup]
-
-    @property
-    def trained(self) -> list[FlatGroup]:
-        """The groups that are trained now."""
-
-    @property
-    def backward_done(self) -> bool:
-        """Whether all gradients of the running backward have landed."""
-
-    def unshard(self, action: Action) -> None:
-        """Starts gathering the parameters."""
 
 
 class Forward:
@@ -40,11 +21,11 @@ class Forward:
         trained: groups whose parameters its graph may lead to.
     """
 
-    def __init__(self, units: Iterable[Ordered] = ()) -> None:
-        self.units: list[Ordered] = []
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self.units: list[Unit] = []
         self.trained = {group for unit in units for group in unit.trained}
 
-    def record(self, unit: Ordered) -> int:
+    def record(self, unit: Unit) -> int:
         """Notes that `unit` runs now; returns its position."""
         if unit not in self.units:
             # The unit may have been frozen since the forward began.
@@ -66,7 +47,7 @@ class ForwardOrder:
         self._previous = Forward()
         self.current = Forward()
 
-    def start(self, units: Iterable[Ordered]) -> None:
+    def start(self, units: Iterable[Unit]) -> None:
         """Begins a forward of the root, in which some of these units run."""
         self._previous, self.current = self.current, Forward(units)
 
@@ -74,13 +55,13 @@ class ForwardOrder:
         """Forgets a failed forward, which may differ between ranks: the next one gathers nothing ahead."""
         self._previous, self.current = Forward(), Forward()
 
-    def after(self, position: int) -> Iterator[Ordered]:
+    def after(self, position: int) -> Iterator[Unit]:
         """Units to gather ahead in a forward: those that followed this position in the previous one."""
         previous = self._previous.units
         if position < len(previous) and previous[position] is self.current.units[position]:
             yield from previous[position + 1 : position + 1 + self._prefetch.forward]
 
-    def before(self, forward: Forward, position: int) -> Iterator[Ordered]:
+    def before(self, forward: Forward, position: int) -> Iterator[Unit]:
         """Units to gather ahead in the backward of a forward."""
         earlier = (unit for unit in reversed(forward.units[:position]) if not unit.backward_done)
         return islice(earlier, self._prefetch.backward)

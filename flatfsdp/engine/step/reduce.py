@@ -30,14 +30,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import ByteLedger, span
+from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, raise_to_largest, reduce_scatter
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.comm.streams import SideStream, compute_waits_for
+from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,20 @@ Used = tuple[bool, ...]
 MAX_IN_FLIGHT = 2
 """Reductions under way before the compute stream waits for the oldest: one runs while the next one's
 gradients are being computed.  Bounds how many gradient buffers outlive their backward."""
+
+
+class Reduced(NamedTuple):
+    """The reduced gradient of a group.
+
+    Attributes:
+        group: the group.
+        grad: this rank's part, as long as the master shard.
+        used: what this rank has used of the group in the step.
+    """
+
+    group: FlatGroup
+    grad: Tensor
+    used: Used
 
 
 class _Reduction(NamedTuple):
@@ -71,29 +88,27 @@ class Reducer:
             step are reduced together.
 
     Attributes:
-        recorded: groups that the last recorded microbatch has reduced, with what was used of each.
+        grids: the ranks that each group is reduced over, with communicators of their own: a reduction runs
+            beside the gathers of other units, and one communicator runs its collectives one by one.
     """
 
-    def __init__(
-        self, units: Iterable[Sequence[FlatGroup]], device: torch.device, ledger: ByteLedger
-    ) -> None:
+    def __init__(self, units: Iterable[Sequence[FlatGroup]], shared: Shared) -> None:
         units = list(units)
         self._norms = NormsOverRanks(group.master for groups in units for group in groups)
         self._order = units[::-1]
-        self._device = device
-        self._stream = SideStream(device)
-        self._ledger = ledger
+        self._shared = shared
+        self._stream = SideStream(shared.device)
+        self.grids = {group: _own_grid(group) for groups in units for group in groups}
         self._ready: set[int] = set()
         self._next = 0
         self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
-        self.recorded: list[tuple[FlatGroup, Used]] = []
 
     @property
     def has_units(self) -> bool:
         """Whether there is anything to reduce in this step."""
-        return any(group.takes_part for groups in self._order for group in groups)
+        return any(group.state.takes_part for groups in self._order for group in groups)
 
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
@@ -119,12 +134,8 @@ class Reducer:
                 held,
             )
 
-    def finish(self, *, publishes: bool = True) -> None:
-        """Reduces what is left and sets the gradient of every group, adding to one that is there.
-
-        Args:
-            publishes: False only notes the groups in `recorded`.
-        """
+    def finish(self) -> list[Reduced]:
+        """Reduces what is left; returns the gradients that are reduced for good."""
         self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
         for groups in self._order[self._next :]:
             self._launch(groups)
@@ -133,32 +144,14 @@ class Reducer:
             self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
         while self._in_flight:
             self._retire()
-        used = [_used(group) for group, _ in self._reduced]
-        # Only now, so that a backward that fails half-way leaves all gradients as they were.
-        if publishes:
-            self._publish(used)
-        else:
-            self.recorded = [(group, each) for (group, _), each in zip(self._reduced, used, strict=True)]
+        reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced]
         self.forget()
-
-    def publish_kept(self, reduced: Iterable[tuple[FlatGroup, Used]]) -> None:
-        """Publishes the gradients of groups, which a replay has reduced into their kept memory.
-
-        Args:
-            reduced: the groups, each with what this rank has used of it.
-        """
-        used = []
-        for group, of_group in reduced:
-            assert group.kept_grad is not None
-            self._reduced.append((group, group.kept_grad))
-            used.append(of_group)
-        self._publish(used)
-        self.forget()
+        return reduced
 
     def abandon(self) -> None:
         """Waits for the running reductions and drops their results."""
         for reduction in self._in_flight:
-            compute_waits_for(reduction.done, self._device)
+            compute_waits_for(reduction.done, self._shared.device)
         self.forget()
 
     def forget(self) -> None:
@@ -169,13 +162,13 @@ class Reducer:
         self._next = 0
 
     def _launch(self, unit: Sequence[FlatGroup]) -> None:
-        groups = [group for group in unit if group.takes_part]
+        groups = [group for group in unit if group.state.takes_part]
         if not groups:
             return
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        is_last = groups[0].microbatch.is_last
-        flats = [group.take_grad() for group in groups]
+        is_last = self._shared.microbatch.is_last
+        flats = [main_grad.take() for group in groups if (main_grad := group.main_grad) is not None]
         # Allocated on the compute stream, which uses them in the end.
         shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
@@ -187,35 +180,31 @@ class Reducer:
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
             return flat
-        dtype, kept = group.policy.precision.reduce, self._kept(group)
-        if kept is not None and kept.dtype == dtype and group.microbatch.is_last:
+        dtype, kept = group.unit.policy.precision.reduce, _kept(group)
+        if kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
-
-    def _kept(self, group: FlatGroup) -> Tensor | None:
-        """Memory with a fixed address for the reduced gradient; None if there is none, or it is in use."""
-        return group.kept_grad if group.is_kept_grad_free else None
 
     def _reduce_scatter(
         self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]
     ) -> list[Tensor]:
         first = groups[0]
-        ranks, division = first.reduce_grid.shard, first.division
+        ranks, division = self.grids[first].shard, first.division
         if division is not None:
             for flat in flats:
                 flat.div_(division.before)
         if ranks.size == 1:
             return flats
-        payloads = [self._cast(flat, first.policy.precision.reduce) for flat in flats]
+        payloads = [self._cast(flat, first.unit.policy.precision.reduce) for flat in flats]
         nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
-        action = Action.REDUCE if first.microbatch.is_last else Action.REDUCE_EARLY
+        action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
         with (
-            span("reduce_scatter", first.name, first.microbatch.index, nbytes),
-            launch(ranks, first.identify(action), self._device, len(payloads)),
+            span("reduce_scatter", first.name, self._shared.microbatch.index, nbytes),
+            launch(ranks, first.unit.identify(action), self._shared.device, len(payloads)),
         ):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
-        self._ledger.add("reduce", nbytes)
+        self._shared.ledger.add("reduce", nbytes)
         return shards
 
     def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
@@ -229,49 +218,49 @@ class Reducer:
 
     def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
         """Adds to the sum over this step's reducing backwards, in the dtype of accumulation."""
-        reduced, partial = self._cast(reduced, group.policy.precision.accumulate), group.partial_grad
+        reduced, partial = self._cast(reduced, group.unit.policy.precision.accumulate), group.partial_grad
         if partial is not None:
             reduced = partial.add_(reduced)
-            self._ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
+            self._shared.ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
         group.partial_grad = reduced
         return reduced
 
     def _all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        ranks, division = group.reduce_grid.replicate, group.division
+        ranks, division = self.grids[group].replicate, group.division
         if ranks.size > 1:
-            reduced = self._cast(reduced, group.policy.precision.reduce)
+            reduced = self._cast(reduced, group.unit.policy.precision.reduce)
             nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
             with (
-                span("all_reduce", group.name, group.microbatch.index, nbytes),
-                launch(ranks, group.identify(Action.REDUCE_REPLICAS), self._device),
+                span("all_reduce", group.name, self._shared.microbatch.index, nbytes),
+                launch(ranks, group.unit.identify(Action.REDUCE_REPLICAS), self._shared.device),
             ):
                 all_reduce(reduced, ranks, mean=division is None)
-            self._ledger.add("all_reduce", nbytes)
+            self._shared.ledger.add("all_reduce", nbytes)
         if division is not None:
             reduced.div_(division.after)
         return reduced
 
     def _tp_all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
         """All-reduces over tensor-parallel ranks in FP32 at least, once a step."""
-        ranks = group.reduce_grid.tensor
+        ranks = self.grids[group].tensor
         if ranks.size == 1:
             return reduced
         reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
         nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
         with (
-            span("tp_all_reduce", group.name, group.microbatch.index, nbytes),
-            launch(ranks, group.identify(Action.REDUCE_PARTIAL), self._device),
+            span("tp_all_reduce", group.name, self._shared.microbatch.index, nbytes),
+            launch(ranks, group.unit.identify(Action.REDUCE_PARTIAL), self._shared.device),
         ):
             all_reduce(reduced, ranks, mean=False)
-        self._ledger.add("tp_all_reduce", nbytes)
+        self._shared.ledger.add("tp_all_reduce", nbytes)
         return reduced
 
     def _retire(self) -> None:
         reduction = self._in_flight.popleft()
-        compute_waits_for(reduction.done, self._device)
+        compute_waits_for(reduction.done, self._shared.device)
         if reduction.is_complete:
             for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
-                grad, kept = self._cast(reduced, group.master.grad_dtype), self._kept(group)
+                grad, kept = self._cast(reduced, group.master.grad_dtype), _kept(group)
                 if kept is not None and kept.data_ptr() != grad.data_ptr():
                     grad = kept.copy_(grad)
                 self._reduced.append((group, grad))
@@ -281,71 +270,81 @@ class Reducer:
         if tensor.dtype == dtype:
             return tensor
         cast = tensor.to(dtype)
-        self._ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
+        self._shared.ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
         return cast
 
-    def _used_by_any(self, own: Sequence[Used]) -> Sequence[Used]:
-        """What any rank has used of each reduced group, from what this rank has used.  Collective.
-
-        Every rank sends its bits in every step, in the order of the reductions.  The host waits for the
-        answer only on a rank that has left a trained parameter unused: all others know it.
-        """
-        places: dict[tuple[Ranks, ...], list[int]] = {}
-        for index, (group, _) in enumerate(self._reduced):
-            grid = group.reduce_grid
-            ranks = tuple(each for each in (grid.shard, grid.replicate, group.grid.tensor) if each.size > 1)
-            if ranks:
-                places.setdefault(ranks, []).append(index)
-        answers = list(own)
-        # Imagined ranks, on the meta device, do what this one does.
-        for ranks, indices in places.items() if self._device.type != "meta" else ():
-            groups = [self._reduced[index][0] for index in indices]
-            bits = tuple(bit for index in indices for bit in own[index])
-            pairs = zip(groups, (own[index] for index in indices), strict=True)
-            asks = any(_may_be_used_elsewhere(*pair) for pair in pairs)
-            # Pinned, so that the host does not wait for the copy, which waits for all kernels so far.
-            own_bits = torch.tensor(bits, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            with self._stream.after_compute():
-                mask = own_bits.to(self._device, non_blocking=True)
-                for each in ranks:
-                    with launch(each, groups[0].identify(Action.USED), self._device):
-                        raise_to_largest(mask, each)
-            compute_waits_for(self._stream.mark(), self._device)
-            if asks:
-                found = iter(mask.tolist())
-                for index in indices:
-                    answers[index] = tuple(bool(next(found)) for _ in own[index])
-        return answers
-
-    def _publish(self, used: Sequence[Used]) -> None:
-        """Hands the gradients to the optimizer, on its device.
-
-        Args:
-            used: what this rank has used of each reduced group.
-        """
-        used = self._used_by_any(used)
-        downloads = [group.master.is_offloaded for group, _ in self._reduced]
-        grads = [self._download(group, g) if group.master.is_offloaded else g for group, g in self._reduced]
-        if any(downloads):
+    def publish(self, reduced: Sequence[Reduced]) -> None:
+        """Hands reduced gradients to the optimizer, on its device, adding to those that are there."""
+        used = self._used_by_any(reduced)
+        is_offloaded = [group.master.is_offloaded for group, _, _ in reduced]
+        grads = [self._download(e.group, e.grad) if e.group.master.is_offloaded else e.grad for e in reduced]
+        if any(is_offloaded):
             # The optimizer reads them on the host first.
-            torch.cuda.current_stream(self._device).synchronize()
-        for (group, _), grad, of_group in zip(self._reduced, grads, used, strict=True):
+            torch.cuda.current_stream(self._shared.device).synchronize()
+        for (group, _, _), grad, of_group in zip(reduced, grads, used, strict=True):
             added = group.master.add_grad(grad, of_group)
             if added:
-                self._ledger.add("accumulate", 3 * added * grad.element_size())
-        for (group, _), of_group in zip(self._reduced, used, strict=True):
+                self._shared.ledger.add("accumulate", 3 * added * grad.element_size())
+        for (group, _, _), of_group in zip(reduced, used, strict=True):
             of_parameters = of_group if group.master.has_views else repeat(of_group[0])
             for parameter, is_used in zip(group.master.parameters, of_parameters, strict=False):
                 if is_used:
                     run_post_accumulate_hooks(parameter)
 
+    def _used_by_any(self, reduced: Sequence[Reduced]) -> Sequence[Used]:
+        """What any rank has used of each reduced group.  Collective.
+
+        Every rank sends its bits in every step, in the order of the reductions.  The host waits for the
+        answer only on a rank that has left a trained parameter unused: all others know it.
+        """
+        by_ranks: dict[tuple[Ranks, ...], list[int]] = {}
+        for index, (group, _, _) in enumerate(reduced):
+            grid = self.grids[group]
+            ranks = tuple(each for each in (grid.shard, grid.replicate, group.grid.tensor) if each.size > 1)
+            if ranks:
+                by_ranks.setdefault(ranks, []).append(index)
+        answers = [each.used for each in reduced]
+        # Imagined ranks, on the meta device, do what this one does.
+        for ranks, indices in by_ranks.items() if self._shared.device.type != "meta" else ():
+            bits = tuple(bit for index in indices for bit in answers[index])
+            asks = any(_may_be_used_elsewhere(reduced[index].group, answers[index]) for index in indices)
+            # Pinned, so that the host does not wait for the copy, which waits for all kernels so far.
+            own = torch.tensor(bits, dtype=torch.uint8, pin_memory=self._shared.device.type == "cuda")
+            identity = reduced[indices[0]].group.unit.identify(Action.USED)
+            with self._stream.after_compute():
+                mask = own.to(self._shared.device, non_blocking=True)
+                for each in ranks:
+                    with launch(each, identity, self._shared.device):
+                        raise_to_largest(mask, each)
+            compute_waits_for(self._stream.mark(), self._shared.device)
+            if asks:
+                found = iter(mask.tolist())
+                for index in indices:
+                    answers[index] = tuple(bool(next(found)) for _ in answers[index])
+        return answers
+
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()
-        with span("download", group.name, group.microbatch.index, nbytes):
+        with span("download", group.name, self._shared.microbatch.index, nbytes):
             host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
             host.copy_(grad, non_blocking=True)
-        self._ledger.add("offload", nbytes)
+        self._shared.ledger.add("offload", nbytes)
         return host
+
+
+def _own_grid(group: FlatGroup) -> Grid:
+    """The ranks of a group with communicators of their own.  Collective."""
+    is_partial = group.layout.placement is Placement.PARTIAL
+    return Grid(
+        group.grid.shard.own_communicator(),
+        group.grid.replicate.own_communicator(),
+        group.grid.tensor.own_communicator() if is_partial else ALONE,
+    )
+
+
+def _kept(group: FlatGroup) -> Tensor | None:
+    """Memory with a fixed address for the reduced gradient; None if there is none, or it is in use."""
+    return None if group.kept_grad is None else group.kept_grad.free_memory
 
 
 def _used(group: FlatGroup) -> Used:
@@ -355,8 +354,8 @@ def _used(group: FlatGroup) -> Used:
     """
     penalties = group.master.marks.autograds()
     if not group.master.has_views:
-        return (bool(group.used or penalties),)
-    used = group.used.union(penalties) if penalties else group.used
+        return (bool(group.state.used or penalties),)
+    used = group.state.used.union(penalties) if penalties else group.state.used
     return tuple(map(used.__contains__, range(len(group.layout.slots))))
 
 
@@ -364,6 +363,6 @@ def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:
     """Whether another rank may have used something that this one has not; nobody uses what is frozen."""
     if all(own):
         return False
-    if not group.master.has_views or group.flags_changed_in_step:
+    if not group.master.has_views or group.state.flags_changed:
         return True
     return any(trains and not is_used for trains, is_used in zip(group.params.trained, own, strict=True))

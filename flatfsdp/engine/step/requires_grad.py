@@ -65,7 +65,7 @@ def _require_together(group: FlatGroup, shown: list[bool], listed: list[bool]) -
     """
     changed = not group.trains
     if changed in shown:
-        name = f"parameter {group.prefix}{group.layout.slots[shown.index(changed)].name}"
+        name = f"parameter {group.unit.prefix}{group.layout.slots[shown.index(changed)].name}"
     elif changed in listed:
         name = f"an optimizer's local shard of unit {group.name}"
     else:

@@ -11,38 +11,33 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
-from flatfsdp.engine.step.gather_and_free import reshard_unused
 from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
-from flatfsdp.engine.step.reduce import Reducer, Used
+from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
-from flatfsdp.engine.step.unit import Call, Unit
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
-from flatfsdp.engine.storage.changes import Changes
-from flatfsdp.engine.storage.first_values import require_same_first_values
-from flatfsdp.engine.storage.group import FlatGroup, Passage
-from flatfsdp.engine.storage.master import Version
-from flatfsdp.engine.storage.unreduced import AllMarkers
+from flatfsdp.engine.storage.first_values import make_equal, require_same_first_values
+from flatfsdp.engine.storage.shared import Shared
+from flatfsdp.engine.storage.state import Version
 from flatfsdp.flat.nested import tensors_in
-from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.recompute import current_tape
-from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Prefetch
+from flatfsdp.policy import Policy
 from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
 
 _HOOKS = attrgetter("_backward_hooks")
+_CHANGES = attrgetter("changes")
 
 
 class MemoryPool(Protocol):
@@ -53,77 +48,91 @@ class MemoryPool(Protocol):
         """Bytes of the buffer."""
 
 
+class Call(NamedTuple):
+    """One call of a unit that has ended, in the running forward.
+
+    Attributes:
+        first: number of the first differentiable operation of the call.
+        end: number of the first one after it.
+        before_backward: gathers the unit, once a backward has come to a result of the call.
+    """
+
+    first: int
+    end: int
+    before_backward: Callable[[Tensor], None]
+
+
 class Root:
-    """State that all units of one model share.  Its construction is collective.
+    """One model: the units that its forwards and backwards drive together.  Its construction is collective.
 
     Args:
+        policy: settings of the outermost unit, whose prefetch and timeout are the model's.
         number: number of the model, the same on all ranks.
-        timeout: seconds that a rank waits for the others in a gather or reduction.
 
     Attributes:
         units: units in registration order, the root module's own first.
         groups: flat groups of all units, in that order.
-        scales: scales of FP8 layers at the beginning of the step.
-        changes: count of changes to the groups.
+        shared: what they have in common.
+        order: in which order forwards call the units.
+        reducer: reduces gradients, and knows what of them has been launched.
+        publish: takes what is reduced at the end of a step: hands it to the optimizer.
+        identity: what collectives of the model carry.
+        gather_ranks: communicators that gathers use.
+        in_forward: whether a forward of the model runs.
         calls: calls of units that have ended in the running forward, inner ones before outer ones.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
         pools: memory pools of recorded microbatches, as long as there are any.
     """
 
-    def __init__(
-        self,
-        units: list[Unit],
-        device: torch.device,
-        prefetch: Prefetch,
-        reduce_every: bool,
-        microbatch: Microbatch,
-        ledger: ByteLedger,
-        number: int,
-        timeout: float,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], policy: Policy, shared: Shared, number: int) -> None:
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
-        self.microbatch = microbatch
-        self.ledger = ledger
-        self.scales = StepScales()
-        self.changes = Changes()
-        self._markers = AllMarkers([group.master.marks for group in self.groups], self.changes)
+        self.shared = shared
+        self._states = [group.state for group in self.groups]
         self._watched: int | None = None
-        self.order = ForwardOrder(prefetch)
-        self.gather_stream = SideStream(device)
-        self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
-        self._gather_ranks = _several(group.grid.shard for group in self.groups)
-        self._tensor_ranks = _several(group.grid.tensor for group in self.groups)
-        self._weight_scales = weight_scales(self.groups, ledger)
-        self._reduce_every = reduce_every
-        self._device = device
+        self.order = ForwardOrder(policy.prefetch)
+        self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
+        self.gather_ranks = several(group.grid.shard for group in self.groups)
+        self._tensor_ranks = several(group.grid.tensor for group in self.groups)
+        self._weight_scales = weight_scales(self.groups, shared.ledger)
+        # Without sharding there is no shard to keep a sum in.
+        self._reduce_every = policy.grad_sync == "every" and any(g.grid.shard.size > 1 for g in self.groups)
+        self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish
         self._has_begun = False
         self.in_forward = False
         self.calls: list[Call] = []
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
-        self._model = self._join(number, timeout)
-
-    def _join(self, number: int, timeout: float) -> ModelIdentity:
-        """Gives all groups what they share, and makes replicas equal.  Collective."""
-        for group in self.groups:
-            group.attach(self.microbatch, self.ledger, self.scales, self.changes)
-        grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
-        model = ModelIdentity(
+        grids = [*(group.grid for group in self.groups), *self.reducer.grids.values()]
+        shared.identity = self.identity = ModelIdentity(
             number,
-            units=[next((group.name for group in unit.groups), "") for unit in self.units],
-            data_parallel=_several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
-            communicators=_several(ranks for grid in grids for ranks in grid.dimensions),
-            timeout=timeout,
+            units=[unit.name if unit.groups else "" for unit in units],
+            data_parallel=several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
+            communicators=several(ranks for grid in grids for ranks in grid.dimensions),
+            timeout=policy.timeout,
         )
-        for index, unit in enumerate(self.units):
-            for group in unit.groups:
-                group.introduce(model, index)
+        for index, unit in enumerate(units):
+            unit.number, unit.shared = index, shared
         for group in self.groups:
-            group.make_equal()
-        return model
+            make_equal(group.master, group.unit.identify(Action.BUILD))
+        # Of this step are also facts that a group has no part in changing: a loop may end a step, too.
+        shared.microbatch.at_end_of_step.append(self._end_step)
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """Which microbatch this is."""
+        return self.shared.microbatch
+
+    @property
+    def changes(self) -> int:
+        """Number of changes to the state of any group."""
+        return sum(map(_CHANGES, self._states))
+
+    def _end_step(self) -> None:
+        for group in self.groups:
+            group.end_step()
 
     def call_before_shutdown(self, method: Callable[[], None]) -> None:
         """Calls a bound method before any of this model's process groups is destroyed, or Python ends.
@@ -131,7 +140,7 @@ class Root:
         A communicator of NCCL waits for the CUDA graphs that launch its collectives.  Unless they are freed
         first, `destroy_process_group()` never returns.
         """
-        for ranks in self._model.communicators:
+        for ranks in self.identity.communicators:
             if ranks.group is not None:
                 call_before_shutdown(ranks.group, method, also_at_exit=True)
 
@@ -151,12 +160,12 @@ class Root:
         Args:
             inputs: arguments of the forward.
         """
-        self._look_at_user()
+        self.look_at_user()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
-            masters = [(group.prefix, group.master) for group in self.groups]
-            identity = self.groups[0].identify(Action.VALUES) if self.groups else None
-            require_same_first_values(masters, self._model.communicators, identity)
+            masters = [(group.unit.prefix, group.master) for group in self.groups]
+            identity = self.units[0].identify(Action.VALUES)
+            require_same_first_values(masters, self.identity.communicators, identity)
             for group in self.groups:
                 group.master.first_digests.clear()
             self._has_begun = True
@@ -165,27 +174,32 @@ class Root:
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, such as an average, written uncounted through `.data`.
             self._expire()
-        self._follow_user()
+        self.follow_user()
         self.order.start(self.units)
         self._refresh_scales()
         tape = current_tape()
         # A reentrant checkpoint runs a training forward under no_grad first.
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
-            self.scales.begin_forward(self._versions)
+            self.shared.scales.begin_forward(self.versions)
         self.in_forward = True
 
     def _compare_inputs(self, inputs: object) -> None:
         """Checks that ranks which share layers have inputs of equal size: they exchange parts of these."""
-        if self._tensor_ranks and any(group.model is not None for group in self.groups):
+        if self._tensor_ranks and self.is_checked:
             elements = sum(tensor.numel() for tensor in tensors_in(inputs))
             is_early = self.microbatch.steps_reduced == 0
-            identity = Identity.counting(Action.INPUTS, elements, self._model, is_early)
+            identity = Identity.counting(Action.INPUTS, elements, self.identity, is_early)
             for ranks in self._tensor_ranks:
-                declare(ranks, identity, self._device)
+                declare(ranks, identity, self.shared.device)
 
-    def _look_at_user(self) -> None:
+    @property
+    def is_checked(self) -> bool:
+        """Whether ranks compare what they launch."""
+        return any(unit.model is not None for unit in self.units)
+
+    def look_at_user(self) -> None:
         """Checks what the user may have done to the parameters, before anything is gathered."""
-        self._look_at_ranks()
+        self.look_at_ranks()
         self._require_own_memory()
         self._require_no_hooks()
         self.require_no_writes()
@@ -195,13 +209,15 @@ class Root:
         for unit in self.units:
             unit.writes.require_none()
 
-    def _look_at_ranks(self) -> None:
-        look(self._model)
+    def look_at_ranks(self) -> None:
+        """Raises for other ranks that do something else, and cleans up after a backward that has failed."""
+        look(self.identity)
         if self.backward.has_failed:
             self.abandon_step()
 
     @property
-    def _versions(self) -> list[Version]:
+    def versions(self) -> list[Version]:
+        """Versions of all master shards."""
         return [group.master.version for group in self.groups]
 
     def _require_own_memory(self) -> None:
@@ -221,7 +237,7 @@ class Root:
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
                 if count > 1:
-                    name = group.prefix + group.master.portion_name(number)
+                    name = group.unit.prefix + group.master.portion_name(number)
                     raise RuntimeError(
                         f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
                         "this rank's part, and its gradient comes from a reduction; use "
@@ -241,9 +257,9 @@ class Root:
             # Gradients that are there are of a backward before this forward, such as one of a validation.
             has_gradients = any(group.master.has_reduced_grad for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
-        self.scales.end_forward()
+        self.shared.scales.end_forward()
         for unit in self.units[1:]:
-            reshard_unused(unit.groups)
+            unit.reshard(if_unused=True)
         if not backward_follows:
             self._free_parameters()
             self._finish_uploads()
@@ -251,15 +267,19 @@ class Root:
     def _finish_uploads(self) -> None:
         """Lets the host write to offloaded shards again: the device has read them."""
         if any(group.master.is_offloaded for group in self.groups):
-            self.gather_stream.synchronize()
+            self.shared.gather_stream.synchronize()
+
+    def forget_forward(self) -> None:
+        """Ends a forward that has failed, and that other ranks may not have run."""
+        self.in_forward = False
+        self.calls.clear()
+        self.shared.scales.end_forward()
+        self.order.forget()
 
     @never_traced
     def fail_forward(self) -> None:
         """Cleans up after the outermost forward raised; without a backward, gradients are untouched."""
-        self.in_forward = False
-        self.calls.clear()
-        self.scales.end_forward()
-        self.order.forget()
+        self.forget_forward()
         if torch.is_grad_enabled():
             self.abandon_step()
         else:
@@ -274,7 +294,7 @@ class Root:
         for unit in self.units:
             unit.expire()
 
-    def _follow_user(self) -> None:
+    def follow_user(self) -> None:
         """Follows what the user did: left a loop, zeroed gradients, froze or unfroze parameters."""
         self.drop_left()
         for group in self.groups:
@@ -296,11 +316,11 @@ class Root:
         if self.in_forward or in_backward():
             raise RuntimeError("unsharded() inside a forward or backward; call it before or after")
         fresh = [unit for unit in self.units if not unit.is_kept]
-        look(self._model)
+        look(self.identity)
         self._require_own_memory()
         self.require_no_writes()
         self._expire()
-        self._follow_user()
+        self.follow_user()
         self._refresh_scales()
         try:
             for unit in fresh:
@@ -331,7 +351,7 @@ class Root:
             if not self.backward.is_open:
                 # Other weights, such as an average, may have been in place since the forward.
                 self._refresh_scales()
-                self._follow_user()
+                self.follow_user()
                 # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
@@ -340,96 +360,29 @@ class Root:
 
     def end_backward(self) -> None:
         """Ends a backward whose gradients have all landed."""
-        look(self._model)
+        look(self.identity)
         if self.reduces:
-            self.reducer.finish(publishes=not self.microbatch.is_recorded)
+            # Only now, so that a backward that fails half-way leaves all gradients as they were.
+            self.publish(self.reducer.finish())
         for unit in self.units:
             unit.end_of_backward()
         self.backward.close()
         self._finish_uploads()
-        self._end_microbatch()
+        self.end_microbatch()
 
-    def _end_microbatch(self) -> None:
+    def end_microbatch(self) -> None:
+        """Ends a microbatch, and with the last one the step."""
         self.microbatch.index += 1
         if self.microbatch.is_last:
             self._expire()
             self.microbatch.steps_reduced += self.reducer.has_units
             self.microbatch.end_step()
-        elif self._watched != self.changes.count:
+        elif self._watched != self.changes:
             # Otherwise the same groups take part, and are watched since an earlier microbatch.
             for group in self.groups:
-                if not group.has_unreduced:
+                if not group.master.marks.is_on:
                     group.watch_unreduced()
-            self._watched = self.changes.count
-
-    # ---- microbatches that are recorded and replayed (`engine/replay`) ----------------------------------
-
-    def look_before_replayable(self) -> None:
-        """Follows what the user has done since the last microbatch, before this one's facts are taken."""
-        if self.microbatch.index == 0:
-            self._look_at_user()
-            self._follow_user()
-        else:
-            # Other changes by users between microbatches are noticed in the next step.
-            self._look_at_ranks()
-            for group in () if self._markers.are_in_place else self.groups:
-                group.drop_if_zeroed()
-
-    def begin_replayable(self, scalings: Sequence[Scaling], action: Action, number: int) -> None:
-        """Does what an eager, a recorded and a replayed microbatch have in common first.  Collective.
-
-        Args:
-            scalings: FP8 scales that it updates.
-            action: which of the three it is, for the check against other ranks.
-            number: number of the recording, the same on all ranks.
-        """
-        is_first, is_last = self.microbatch.index == 0, self.microbatch.is_last
-        # Under ZeRO-2, ranks may have different numbers of microbatches between.
-        launches = is_first or is_last or any(unit.reshards_after_forward for unit in self.units)
-        if launches and any(group.model is not None for group in self.groups):
-            place = self.microbatch.steps_reduced, self.microbatch.index
-            identity = Identity(action, self._model, number, *place)
-            # Microbatches before the last only gather.
-            for ranks in self._model.data_parallel if is_last else self._gather_ranks:
-                declare(ranks, identity, self._device)
-        if is_first:
-            self.scales.begin_forward(self._versions)
-            self.scales.end_forward()
-        # Later microbatches may use layers that the first did not.
-        self.scales.note_all(scalings)
-
-    def passages(self) -> list[Passage]:
-        """State of all groups between two microbatches."""
-        return [group.passage for group in self.groups]
-
-    def skip_to(
-        self, passages: Iterable[tuple[FlatGroup, Passage]], reduced: Sequence[tuple[FlatGroup, Used]]
-    ) -> None:
-        """Sets the state that a replayed microbatch would have left, had it run eagerly.
-
-        Args:
-            passages: groups that it changes, each with the state that it leaves.
-            reduced: groups whose gradients it has reduced, each with what the step has used of it.
-        """
-        for group, passage in passages:
-            group.skip_to(passage)
-        for group, _ in reduced:
-            group.join_step()
-        if reduced:
-            self.reducer.publish_kept(reduced)
-        self._end_microbatch()
-
-    def abandon_recording(self) -> None:
-        """Cleans up after a failed recording, none of which will run."""
-        self.in_forward = False
-        self.calls.clear()
-        self.scales.end_forward()
-        self.order.forget()
-        # The recorded reductions never run, so nothing may wait for them.
-        self.reducer.forget()
-        for group in self.groups:
-            group.forget_recorded()
-        self.abandon_step()
+            self._watched = self.changes
 
     def abandon_step(self) -> None:
         """Restores a state in which the next step is clean, after an exception."""
@@ -442,10 +395,10 @@ class Root:
         for unit in self.units:
             unit.abandon()
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.
-        self.scales.abandon()
+        self.shared.scales.abandon()
         self.microbatch.end_step()
 
 
-def _several(dimensions: Iterable[Ranks]) -> list[Ranks]:
+def several(dimensions: Iterable[Ranks]) -> list[Ranks]:
     """Communicators of more than one rank, each once."""
     return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

@@ -1,136 +1,64 @@
-"""Drives one unit through forward and backward: when its parameters come and go, and when it is done.
+"""`Unit`: the parameters of one sharded module, which come and go together, and its engine state.
 
-In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
-Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when it is done.
-Next: `engine/step/root.py` ends the backward for all units together.
+In:   flat groups (`engine/storage/group.py`), which `engine/build.py` adds.
+Out:  gathered parameters in the module, all groups in one launch, overlapped with compute; freed after use.
+Next: `engine/step/driven_unit.py` says when.
 
-    event             parameters                         gradients
-    before_forward    unshard, prefetch, wait            -
-    after_forward     reshard, unless kept (see below)   -
-    _before_backward  unshard, prefetch, wait            -
-    landed            -                                  one more slot is in
-    all done          reshard, unless kept               ready to reduce
-    end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
-
-Kept: with `reshard_after_forward=False` until the last backward of a step; the root module (unless
-`keep_as_root=False`) from its forward to its backward, because its head runs last in one and first in the
-other.  Nothing is kept where no backward follows.
-
-All gradients having landed is not enough to free parameters in backward: the gradient of the unit's inputs
-may still need a frozen parameter, or a use of `weight.detach()`.  So each call of the module is an *open use*
-from the first gradient of its outputs to the last gradient of its inputs, and the unit is done when
-everything has landed and no use is open.  Inner units' outputs may also need the parameters of the unit
-around them for their gradients, so those parameters stay until the backward is over.
+Other units, roots and adapters ask for a unit by the attribute `fsdp_state` of its module.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.streams import SideStream
-from flatfsdp.engine.step.backward import Backward
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.derived import DerivedWeights
-from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
 from flatfsdp.engine.step.in_place_writes import WriteCheck
-from flatfsdp.engine.step.left_behind import LeftBehind
-from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
-from flatfsdp.engine.step.reduce import Reducer
-from flatfsdp.engine.step.requires_grad import follow_requires_grad
-from flatfsdp.engine.storage.group import FlatGroup, ShardState
-from flatfsdp.engine.storage.master import Version
-from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
-from flatfsdp.microbatch import Microbatch
-from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.shared import Shared, UnitMember
+from flatfsdp.engine.storage.state import ShardState
+from flatfsdp.policy import Policy
+from flatfsdp.torch_private import running_backward
 
 
-class SharedByUnits(Protocol):
-    """Interface of the root (`root.py`), as far as a unit needs it."""
-
-    microbatch: Microbatch
-    order: ForwardOrder
-    backward: Backward
-    reducer: Reducer
-    gather_stream: SideStream
-    forward_action: Action
-    calls: list[Call]
-
-    @property
-    def unit(self) -> Unit:
-        """The root module's own unit."""
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients that land now are reduced in this backward."""
-
-    def begin_backward(self, forward: Forward | None = None) -> int:
-        """Begins a backward at its first event; returns its number."""
-
-
-class Begun(NamedTuple):
-    """One call of a unit, from its beginning.
-
-    Attributes:
-        position: the unit's position in this forward; -1 in a recomputation.
-        versions: the version of each input that required a gradient, by its id; empty under no_grad.
-        operation: number of the first differentiable operation of the call.
-    """
-
-    position: int
-    versions: dict[int, int]
-    operation: int
-
-
-class Call(NamedTuple):
-    """One call of a unit that has ended, in the running forward.
-
-    Attributes:
-        first: number of the first differentiable operation of the call.
-        end: number of the first one after it.
-        before_backward: gathers the unit, once a backward has come to a result of the call.
-    """
-
-    first: int
-    end: int
-    before_backward: Callable[[Tensor], None]
-
-
-class Unit:
-    """Flat groups of one wrapped module, and their bookkeeping.
-
-    Args:
-        modules: the module and those in it, without those of inner units.
+class Unit(UnitMember):
+    """Flat groups of one sharded module, and what is known of the module as a whole.
 
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
-        root: state shared by the model's units; set when the root module is first used.
+        outer: the module around it that was sharded in place; None for the outermost one and for wrappers.
+        uses: number of running calls of the module, or of parts of it.
+        is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
+        writes_back: whether these are written back at the end.
+        casts: hooks that cast inputs of modules, while it is the outermost unit.
         casts_to: dtype to which a first argument in FP32 is cast; None casts nothing.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
-        reshards_after_forward: whether parameters are freed between forward and backward.
         writes: check for in-place writes to gathered parameters.
         derived: what layers make of gathered parameters, and autograd saves.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], reshard_after_forward: bool, *, contains_units: bool
-    ) -> None:
+    def __init__(self, policy: Policy, grid: Grid, shared: Shared) -> None:
+        super().__init__(policy, grid, shared)
         self.groups: list[FlatGroup] = []
-        self.root: SharedByUnits
-        self.reshards_after_forward = reshard_after_forward
-        self._contains_units = contains_units
+        self.outer: weakref.ref[nn.Module] | None = None
+        self.uses = 0
+        self.is_whole = self.writes_back = False
+        self.casts: list[RemovableHandle] = []
         self.casts_to: torch.dtype | None = None
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck()
         self.derived = DerivedWeights()
-        self._left_behind = LeftBehind(modules)
         # By running backward: one that reentrant checkpointing nests in another counts separately.
         self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
@@ -151,29 +79,84 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether some parameter is not gathered."""
-        return any(group.state is ShardState.SHARDED for group in self.groups)
+        return any(group.state.shard is ShardState.SHARDED for group in self.groups)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in the memory of the gathered parameters."""
         return any(group.holds(tensor) for group in self.groups)
 
-    # ---- parameters -------------------------------------------------------------------------------------
+    # ---- parameters come and go -------------------------------------------------------------------------
 
     def unshard(self, action: Action) -> None:
-        """Starts gathering the parameters."""
-        unshard(self.groups, self.root.gather_stream, action)
+        """Starts to gather the parameters, all groups in one launch, if they are missing or stale.
 
-    def show(self, action: Action) -> None:
-        """Gathers the parameters, and lets the module see them."""
-        self._use(iter(()), action)
+        Args:
+            action: purpose of the gather; a backward also needs the transposes of FP8 weights.
+        """
+        missing = [group for group in self.groups if group.allocate()]
+        untransposed = []
+        if action is Action.BACKWARD:
+            untransposed = [
+                group for group in self.groups if group.fp8 is not None and group.fp8.allocate_columnwise()
+            ]
+        if not missing and not untransposed:
+            return
+        stream = self.shared.gather_stream
+        # After the compute stream's work so far: that may still read the memory that was just allocated.
+        with stream.after_compute():
+            for group in missing:
+                group.update_shard()
+            self._gather(missing, action)
+            for group in untransposed:
+                group.transpose()
+        # One event for all: the compute stream waits for the unit as a whole.
+        event = stream.mark()
+        for group in {*missing, *untransposed}:
+            group.started(event)
+
+    def _gather(self, groups: list[FlatGroup], action: Action) -> None:
+        nbytes = sum(group.gathered_bytes for group in groups)
+        if not nbytes:
+            return
+        shared = self.shared
+        with (
+            span("all_gather", self.name, shared.microbatch.index, nbytes),
+            launch(self.grid.shard, self.identify(action), shared.device, len(groups)),
+        ):
+            for group in groups:
+                group.gather()
+        shared.ledger.add("gather", nbytes)
+
+    def show(self, action: Action, ahead: Iterable[Unit] = ()) -> None:
+        """Gathers the parameters, and lets the module see them.
+
+        Args:
+            action: purpose of the gather.
+            ahead: units to gather meanwhile, for later.
+        """
+        # This one first: the others' gathers wait for it on the stream, and it waits for none of theirs.
+        self.unshard(action)
+        for unit in ahead:
+            unit.unshard(action)
+        for group in self.groups:
+            group.wait()
         for group in self.groups:
             group.params.show()
 
-    def reshard(self) -> None:
-        """Frees the gathered parameters, and what layers have made of them."""
-        if not self.is_kept:
+    def reshard(self, *, if_unused: bool = False) -> None:
+        """Frees the gathered parameters, and what layers have made of them.
+
+        Args:
+            if_unused: free only what was gathered ahead, and what nobody has waited for.
+        """
+        if if_unused:
+            for group in self.groups:
+                if group.state.shard is ShardState.GATHERING:
+                    group.reshard()
+        elif not self.is_kept:
             self.derived.free()
-            reshard(self.groups)
+            for group in self.groups:
+                group.reshard()
 
     def expire(self) -> None:
         """Notes that what was gathered is stale."""
@@ -181,176 +164,7 @@ class Unit:
             for group in self.groups:
                 group.compute_shard.expire()
 
-    def _use(self, upcoming: Iterator[Ordered], action: Action) -> None:
-        """Gathers this unit first, then the upcoming ones, and waits for this one only."""
-        self.unshard(action)
-        for unit in upcoming:
-            unit.unshard(action)
-        wait(self.groups)
-
-    # ---- forward ----------------------------------------------------------------------------------------
-
-    @never_traced
-    def before_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
-        """Gathers the parameters, for a call with these arguments; returns what to call it with."""
-        for group in self.groups:
-            follow_requires_grad(group)
-            if (name := group.params.displaced) is not None:
-                raise RuntimeError(
-                    f"parameter {group.prefix}{name} was replaced after sharding, and nothing would update "
-                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
-                    "resize it) before the model is sharded. torch.func.functional_call, which replaces "
-                    "parameters for one call, is not supported: call it with a plain copy of the model"
-                )
-        if in_backward():
-            # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
-            # have finished its backward already, so that nothing would free it.
-            position = -1
-            self._use(iter(()), Action.BACKWARD)
-        else:
-            position = self.root.order.current.record(self)
-            self._use(self.root.order.after(position), self.root.forward_action)
-        for group in self.groups:
-            group.params.show()
-        if self.casts_to is not None:
-            # Others may be tables of a rotary embedding, masks, or a residual, in FP32 on purpose.
-            if args:
-                args = (cast_fp32(args[0], self.casts_to), *args[1:])
-            elif kwargs:
-                name, first = next(iter(kwargs.items()))
-                kwargs = {**kwargs, name: cast_fp32(first, self.casts_to)}
-        return Begun(position, _versions_of(tensors_in((args, kwargs))), next_operation()), args, kwargs
-
-    @never_traced
-    def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
-        """Frees the parameters, or arranges for the backward to find them; returns the outputs.
-
-        Args:
-            begun: what `before_forward` returned.
-            arguments: those that it returned; not kept in between, as a forward may replace what is in them.
-            outputs: result of the forward.
-
-        Raises:
-            RuntimeError: if the forward has written to a parameter, or returned one.
-        """
-        self.writes.end()
-        position, given, first = begun
-        tensors, uses_nothing = tensors_in(outputs), False
-        differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
-        returned = [t for t in differentiable if _is_input(t, given)]
-        if returned:
-            # Two units that return their input would both hook one tensor, and the backward would run the
-            # hooks in the order of registration: the first unit's before the second one's.
-            outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
-            # As in stochastic depth, on this rank: there is no gradient to wait for.  The unit has to be
-            # reduced as early as on the other ranks, or they would wait.
-            uses_nothing = len(returned) == len(differentiable)
-            tensors = tensors_in(outputs)
-            differentiable = [t for t in tensors if t.requires_grad]
-        # Before hooks are registered on the outputs, which are there, too.
-        left = self._left_on_modules(first, differentiable)
-        if differentiable or left:
-            use = self._follow_inputs(tensors_in(arguments))
-            versions = [group.compute_shard.version for group in self.groups]
-            # A recomputation may belong to an earlier forward.
-            forward = None if in_backward() else self.root.order.current
-            # Another call in this forward may have gradients to wait for.
-            is_empty = uses_nothing and not left and forward is not None and forward.units.count(self) == 1
-            hook = partial(self._before_backward, use, is_empty, versions, forward, position)
-            for tensor in differentiable:
-                tensor.register_hook(hook)
-            if not in_backward():
-                for tensor, number in left:
-                    tensor.register_hook(self._hook_for(number, hook))
-                self.root.calls.append(Call(first, next_operation(), hook))
-        if in_backward():
-            return outputs
-        # A backward that starts from an output without visible tensors could not gather them again.
-        is_opaque = torch.is_grad_enabled() and not tensors
-        keeps = (self is self.root.unit and self.keep_as_root) or not self.reshards_after_forward
-        if not is_opaque and not ((differentiable or left) and keeps):
-            self._require_no_parameter(tensors)
-            self.reshard()
-        return outputs
-
-    @never_traced
-    def after_failure(self) -> None:
-        """Ends a forward that has failed.
-
-        Raises:
-            RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
-        """
-        self.writes.end()
-
-    def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
-        """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
-        if not torch.is_grad_enabled() or in_backward():
-            return []
-        left = self._left_behind.since(first)
-        known = set(map(id, outputs)) if left else ()
-        return [each for each in left if id(each[0]) not in known]
-
-    def _hook_for(self, number: int, own: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """The hook of the inner unit that made a tensor, such as one in the outer unit's list of losses."""
-        calls = self.root.calls
-        return next((each.before_backward for each in calls if each.first <= number < each.end), own)
-
-    def _require_no_parameter(self, outputs: list[Tensor]) -> None:
-        """Raises for a returned parameter: reading it after the free would crash."""
-        for group in self.groups:
-            if group.buffer is not None and any(map(group.buffer.holds, outputs)):
-                raise RuntimeError(
-                    f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
-                    "freed now; return a copy (.clone())"
-                )
-
-    def _follow_inputs(self, inputs: list[Tensor]) -> object | None:
-        """Opens a use that ends when the inputs have their gradients; None if none will have one."""
-        awaited = {id(t): t for t in inputs if t.requires_grad}
-        if not awaited:
-            return None
-        use = object()
-
-        def arrived(key: int, _grad: Tensor) -> None:
-            # A leaf input would keep its hook for good.
-            handles.pop(key).remove()
-            if not handles:
-                self._open_uses.discard(use)
-                self._reduce_and_free_if_done()
-
-        handles = {key: tensor.register_hook(partial(arrived, key)) for key, tensor in awaited.items()}
-        return use
-
-    # ---- backward ---------------------------------------------------------------------------------------
-
-    def _before_backward(
-        self,
-        use: object | None,
-        is_empty: bool,
-        versions: list[Version],
-        forward: Forward | None,
-        position: int,
-        _grad: Tensor,
-    ) -> None:
-        for group, version in zip(self.groups, versions, strict=True):
-            group.require_version(version)
-        # autograd notices most such writes, but not those to parts of a pack: it has saved the pack.
-        self.writes.require_none()
-        backward = self.root.begin_backward(forward)
-        self._reached_in.add(backward)
-        if is_empty:
-            self._empty_in.add(backward)
-        if use is not None:
-            self._open_uses.add(use)
-            self._was_followed = True
-        ahead = iter(()) if forward is None else self.root.order.before(forward, position)
-        self._use(ahead, Action.BACKWARD)
-        for group in self.groups:
-            # A recomputation inside the module reads the parameters again.
-            group.params.show()
-        self.derived.restore()
+    # ---- what has landed in a backward ------------------------------------------------------------------
 
     @property
     def backward_done(self) -> bool:
@@ -369,60 +183,21 @@ class Unit:
         landed = sum(map(len, self._landed[backward].values())) if backward in self._landed else 0
         return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
-    def landed(self, group: FlatGroup, index: int | None) -> None:
-        """Notes that slot `index` of a trained group, or every slot for None, has its gradient.
-
-        Raises:
-            RuntimeError: if the parameters were not there when it was computed.
-        """
-        if group.state is ShardState.SHARDED:
-            raise RuntimeError(
-                f"a gradient of unit {group.name} was computed while its parameters were sharded, from NaN "
-                "in their place: its forward has handed out a tensor beside its outputs (through a closure "
-                "or a global list), or a loss was made of module.weight outside of the forward; return the "
-                "tensor from the forward, or set it as an attribute of a module in the unit"
-            )
-        by_group = self._landed.get(running_backward())
-        if by_group is None:
-            by_group = self._landed[self.root.begin_backward()]
-        landed = by_group[group]
-        if not landed:
-            group.join_step()
-            self.root.microbatch.awaits_gradients = False
-        if index is None:
-            landed.update(range(group.num_trained))
-        else:
-            landed.add(index)
-        if len(landed) >= group.num_trained:
-            self._reduce_and_free_if_done()
-
-    def _reduce_and_free_if_done(self) -> None:
-        if self._contains_units or self._open_uses:
-            return
-        # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.
-        if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
-            return
-        # Unless no nested backward can bring more, the unit is reduced at the end of the backward.
-        is_complete = self._was_followed and not self.root.backward.is_nested
-        if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
-            self.root.reducer.ready(self.groups)
-        self._free_after_backward()
-
     def _free_after_backward(self) -> None:
-        if self.reshards_after_forward or self.root.microbatch.is_last:
+        if self.policy.reshard_after_forward or self.shared.microbatch.is_last:
             self.reshard()
 
     def end_of_backward(self) -> None:
         """Frees what is still gathered at the end of the whole backward, and starts counting afresh."""
         for group in self.groups:
             if group.main_grad is not None and group.main_grad.holds_gradients:
-                if group.takes_part:
+                if group.state.takes_part:
                     group.main_grad.flush()
                 else:
                     # A layer wrote the gradient of a parameter that was frozen after the forward.
                     group.main_grad.drop()
-        # A frozen unit does not use what was gathered ahead for it.
-        wait(self.groups)
+            # A frozen unit does not use what was gathered ahead for it.
+            group.wait()
         self._free_after_backward()
         self._forget_backward()
 
@@ -440,19 +215,6 @@ class Unit:
         self._open_uses.clear()
         self._was_followed = False
 
-    def keep_addresses(self, *, of_sums: bool) -> None:
-        """Fixes, for good, the addresses of what passes from one microbatch to the next.
-
-        Args:
-            of_sums: whether gradients pass, too: steps have more than one microbatch.
-        """
-        for group in self.groups:
-            group.keep_grad()
-            if of_sums:
-                group.keep_sum()
-            if not self.reshards_after_forward:
-                group.keep_unsharded()
-
     def drop_gradients(self) -> None:
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
@@ -463,14 +225,3 @@ class Unit:
 def _of_groups() -> defaultdict[FlatGroup, set[int]]:
     """Makes a map from a group to the slots that have landed."""
     return defaultdict(set)
-
-
-def _versions_of(inputs: list[Tensor]) -> dict[int, int]:
-    if not torch.is_grad_enabled():
-        return {}
-    return {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
-
-
-def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:
-    """Whether an output is an input that the forward has not written to, rather than a result."""
-    return tensor.requires_grad and versions.get(id(tensor)) == tensor._version

@@ -50,9 +50,9 @@ class WeightScales:
         self._groups = groups
         self._ledger = ledger
         self._ranks = groups[0].grid.shard
-        self._recipe = groups[0].policy.precision.fp8_weights
+        self._recipe = groups[0].unit.policy.precision.fp8_weights
         for group in groups:
-            theirs = group.policy.precision.fp8_weights
+            theirs = group.unit.policy.precision.fp8_weights
             if theirs != self._recipe:
                 raise ValueError(
                     f"unit {group.name} has fp8_weights={theirs!r}, but unit {groups[0].name} "
@@ -64,14 +64,14 @@ class WeightScales:
     @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
         """Takes new scales if a master shard has changed; collective then, as all ranks step together."""
-        if all(group.compute_shard.has_scales for group in self._groups):
+        if all(group.compute_shard.state.is_scaled for group in self._groups):
             return
         for group in self._groups:
-            group.compute_shard.measure(group.ledger)
+            group.compute_shard.measure()
         weights = [group.fp8 for group in self._groups if group.fp8 is not None]
         amax = torch.cat([each.amax for each in weights])
         if self._ranks.size > 1:
-            with launch(self._ranks, self._groups[0].identify(Action.SCALE), amax.device):
+            with launch(self._ranks, self._groups[0].unit.identify(Action.SCALE), amax.device):
                 raise_to_largest(amax, self._ranks)
             self._ledger.add("amax", amax.numel() * amax.element_size())
         if self._partners is not None:
@@ -87,7 +87,7 @@ class WeightScales:
         scale, scale_inv = align_inverses(scales)
         sizes = [each.amax.numel() for each in weights]
         for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
-            if not group.compute_shard.has_scales:
+            if not group.compute_shard.state.is_scaled:
                 group.compute_shard.set_scales(Scales(own, own_inv))
 
 

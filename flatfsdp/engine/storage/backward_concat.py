@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.packed_parts import PackedTensors
 from flatfsdp.flat.binding import Binding
@@ -51,6 +52,7 @@ class Leaves:
         parameters: the binding's parameters, in slot order.
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
         landed: called with the slot's index once a gradient is in `main_grad`.
+        fp8: FP8 form of the parameters, for `packs`; None for others.
 
     Attributes:
         packs: what layers have in place of several parameters.
@@ -64,13 +66,14 @@ class Leaves:
         unsharded: Tensor,
         main_grad: MainGrad | None,
         landed: Callable[[int | None], None],
+        fp8: FP8Weights | None,
     ) -> None:
         self._binding = binding
         self._main_grad: MainGrad | None = None
         self._landed = landed
         self._parameters = parameters
         self.trained = [main_grad is not None] * len(parameters)
-        self.packs = PackedTensors(binding.layout, unsharded)
+        self.packs = PackedTensors(binding.layout, unsharded, fp8)
         self._views = binding.layout.views(unsharded)
         self._absent = _Absent(binding.layout, unsharded)
         # Graphs save the parameters, views of them, and packs, which count with the buffer.
@@ -193,6 +196,7 @@ class Views:
         unsharded: Tensor,
         main_grad: MainGrad,
         landed: Callable[[int | None], None],
+        fp8: FP8Weights | None,
     ) -> None:
         self._binding = binding
         self._main_grad = main_grad
@@ -200,7 +204,7 @@ class Views:
         self._absent = _Absent(binding.layout, unsharded)
         self._places = binding.layout.views(unsharded)
         self._frozen_views = binding.layout.views(unsharded)
-        self.packs = PackedTensors(binding.layout, unsharded)
+        self.packs = PackedTensors(binding.layout, unsharded, fp8)
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
         self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(weakly(self, Views._land))

@@ -4,10 +4,10 @@ In:   the master shard, which optimizers and loads write to.
 Out:  this rank's part in the dtype that the model computes in, or FP8 bytes with one scale a weight.
 Next: `group.py` gathers it into the flat buffer.
 
-    version of the master    changes with every in-place write
-    measured                 the version whose amaxes have been taken (FP8 weights)
-    scaled                   the version whose scales have been set (FP8 weights)
-    cast                     the version that the compute shard holds
+    version        of the master; changes with every in-place write
+    is_measured    the amaxes of that version have been taken (FP8 weights)
+    is_scaled      the scales of that version have been set (FP8 weights)
+    is_cast        the compute shard holds that version
 
 An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `portion_done`;
 otherwise both are done before the next gather.
@@ -18,10 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import ByteLedger, span
-from flatfsdp.engine.storage.changes import Changes
+from flatfsdp.byte_ledger import span
 from flatfsdp.engine.storage.fp8_weights import FP8Weights
-from flatfsdp.engine.storage.master import MasterShard, Version
+from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.shared import UnitMember
+from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.kernels.cast.scaling import Scales
 from flatfsdp.torch_private import shares_memory
 
@@ -38,27 +39,32 @@ class ComputeShard:
     """This rank's part of a group's parameters, in the form that the model computes with.
 
     Args:
+        unit: the unit that the group is in.
         master: master shard that the values come from.
         tensor: memory of the shard, 1-D, as long as the master shard.
         fp8: scales and casts of weights that are stored in FP8; None for others.
+        state: facts about the group, of which those about the master's values are written here.
         built_frozen: whether the group was frozen when it was wrapped.
-
-    Attributes:
-        changes: raised whenever the versions in the picture change, except the master's.
     """
 
     def __init__(
-        self, master: MasterShard, tensor: Tensor, fp8: FP8Weights | None, *, built_frozen: bool
+        self,
+        unit: UnitMember,
+        master: MasterShard,
+        tensor: Tensor,
+        fp8: FP8Weights | None,
+        state: GroupState,
+        *,
+        built_frozen: bool,
     ) -> None:
         self.tensor = tensor
         self.fp8 = fp8
+        self._unit = unit
         self._master = master
+        self._state = state
         self._is_cast_once_a_load = fp8 is not None and built_frozen
-        self._measured: Version | None = None
-        self._scaled: Version | None = None
-        self._cast: Version | None = None
+        # By portion, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
-        self.changes = Changes()
 
     @property
     def version(self) -> Version:
@@ -77,26 +83,9 @@ class ComputeShard:
         return self.tensor.numel() > 0 and not shares_memory(self.tensor, storage)
 
     @property
-    def is_current(self) -> bool:
-        """Whether it, and a buffer gathered from it, still match the master shard."""
-        return self._cast == self.version
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether the scales of FP8 weights fit the master's current values."""
-        return self._scaled == self.version
-
-    @property
-    def done(self) -> tuple[bool, bool, bool]:
-        """Whether amaxes are taken, scales set, and values cast, for the master's current values."""
-        version = self.version
-        return (self._measured == version, self._scaled == version, self._cast == version)
-
-    def skip_to(self, done: tuple[bool, bool, bool]) -> None:
-        """Notes that something else has done exactly this; see `done`."""
-        self.changes.count += 1
-        version = self.version
-        self._measured, self._scaled, self._cast = (version if each else None for each in done)
+    def state(self) -> GroupState:
+        """Facts about the group, for the master's current values."""
+        return self._state.of_version(self.version)
 
     def expire(self) -> None:
         """Marks its values as stale, even if no in-place write to the master was counted.
@@ -104,30 +93,31 @@ class ComputeShard:
         FP8 weights that were built frozen stay valid: they are cast once a load.
         """
         if not self._is_cast_once_a_load:
-            self.changes.count += 1
-            self._cast = self._scaled = self._measured = None
+            state = self._state
+            state.changes += 1
+            state.is_measured = state.is_scaled = state.is_cast = False
 
-    def measure(self, ledger: ByteLedger) -> None:
+    def measure(self) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, unless the optimizer has done it."""
         assert self.fp8 is not None
-        if self._measured != self.version:
-            self.changes.count += 1
-            ledger.add("measure", self.fp8.measure(self._master))
-            self._measured = self.version
+        if not self.state.is_measured:
+            self._unit.shared.ledger.add("measure", self.fp8.measure(self._master))
+            self._state.changes += 1
+            self._state.is_measured = True
 
     def set_scales(self, scales: Scales) -> None:
         """Sets the scales of the FP8 weights for the master's current values."""
         assert self.fp8 is not None
-        self.changes.count += 1
         self.fp8.set_scales(scales)
-        self._scaled = self.version
-        self._cast = None
+        state = self.state
+        state.changes += 1
+        state.is_scaled, state.is_cast = True, False
 
     def amaxes_of(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
         """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
         assert self.fp8 is not None
-        self.changes.count += 1
-        self._measured = None
+        self._state.changes += 1
+        self._state.is_measured = False
         return self.fp8.runs(start, stop)
 
     def portion_done(self, start: int, stop: int) -> None:
@@ -135,8 +125,8 @@ class ComputeShard:
 
         It may be several neighbouring portions together.
         """
-        self.changes.count += 1
-        version = self.version
+        state, version = self.state, self.version
+        state.changes += 1
         self._done[start, stop] = version
         done = [part for part, of_part in self._done.items() if of_part == version]
         if all(
@@ -145,31 +135,27 @@ class ComputeShard:
             if p.start < p.stop
         ):
             if self.fp8 is None:
-                self._cast = version
+                state.is_cast = True
             else:
-                self._measured = version
+                state.is_measured = True
 
-    def cast(self, ledger: ByteLedger, unit: str, microbatch: int) -> None:
-        """Casts the master shard, even if the compute shard is current.
-
-        Args:
-            ledger: counts the bytes moved.
-            unit: name of the unit, for labels of the profiler.
-            microbatch: index of the microbatch, for these labels.
-        """
-        self.changes.count += 1
+    def cast(self) -> None:
+        """Casts the master shard, even if the compute shard is current."""
+        ledger, microbatch = self._unit.shared.ledger, self._unit.shared.microbatch.index
         master, shard = self._master.flat.detach(), self.tensor
         if self._master.is_offloaded:
             nbytes = master.numel() * master.element_size()
-            with span("upload", unit, microbatch, nbytes):
+            with span("upload", self._unit.name, microbatch, nbytes):
                 master = master.to(shard.device, non_blocking=True)
             ledger.add("offload", nbytes)
         if self.has_own_memory:
             nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with span("cast", unit, microbatch, nbytes):
+            with span("cast", self._unit.name, microbatch, nbytes):
                 if self.fp8 is None:
                     shard.copy_(master)
                 else:
                     self.fp8.cast(master, shard)
             ledger.add("cast", nbytes)
-        self._cast = self.version
+        state = self.state
+        state.changes += 1
+        state.is_cast = True

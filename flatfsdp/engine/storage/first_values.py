@@ -5,7 +5,7 @@ Out:  RuntimeError on all ranks, in the first forward, with the name of the firs
 
 Each rank keeps a part of its own values.  Ranks that were seeded differently would train a patchwork of
 several initialisations, and no loss would look wrong.  Values that a load, or anybody else, has replaced
-since do not count, and replicas need no check: they take the first one's values (`FlatGroup.make_equal`).
+since do not count, and replicas need no check: they take the first one's values (`make_equal`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Identity
-from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.checking.journal import declare, launch
+from flatfsdp.comm.collectives import broadcast, raise_to_largest
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -82,3 +83,16 @@ def require_same_first_values(
             "shards its own; seed all ranks alike before the model is built, pass sync_module_states=True, "
             "which takes the first rank's values, or load a checkpoint before the first forward"
         )
+
+
+def make_equal(master: MasterShard, identity: Identity | None) -> None:
+    """Makes replicas equal, and parameters that all tensor-parallel ranks have whole.  Collective."""
+    placement, tensor = master.layout.placement, master.grid.tensor
+    same = [master.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
+    if any(ranks.size > 1 for ranks in same):
+        replica = master.flat.detach().to(master.device)
+        for ranks in same:
+            declare(ranks, identity, master.device)
+            broadcast(replica, ranks)
+        master.flat.data.copy_(replica)
+        master.count_load()

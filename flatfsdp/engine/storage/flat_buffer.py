@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.torch_private import shares_memory
 
 
@@ -24,9 +23,7 @@ class FlatBuffer:
             or too late gets NaN instead of stale values or a crash.
 
     Attributes:
-        is_allocated: whether there is memory for use.
         stays: whether the memory is kept for good, see `stay`.
-        changes: raised by `allocate` and `free`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, poison: bool) -> None:
@@ -34,32 +31,24 @@ class FlatBuffer:
         self._poison = poison
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self.is_allocated = True
         self.stays = False
-        self.changes = Changes()
 
     def stay(self) -> None:
-        """Keeps the memory for good: a recording reads and writes it."""
+        """Keeps the memory for good, at one address."""
         self.stays = True
-        if not self._storage.nbytes():
-            self._storage.resize_(self._nbytes)
+        self.allocate()
 
     def allocate(self) -> None:
         """Allocates memory with undefined contents; does nothing if there is some."""
-        if not self.is_allocated:
-            self.changes.count += 1
-            if not self._storage.nbytes():
-                self._storage.resize_(self._nbytes)
-            self.is_allocated = True
+        if not self._storage.nbytes():
+            self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Frees the memory."""
-        self.changes.count += 1
         if self._poison:
             self.tensor.fill_(torch.nan)
         elif not self.stays:
             self._storage.resize_(0)
-        self.is_allocated = False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in this memory, which must be allocated; true for a detached view, too."""

@@ -22,6 +22,7 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.operand import FP8_WEIGHTS, Operand
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
 from flatfsdp.flat.sites import Site
@@ -61,6 +62,7 @@ class FP8Weights:
     Args:
         unsharded: flat buffer, E4M3, 1-D, padded; its memory must exist now, and may come and go later.
         through: dtype that master values are rounded to before the cast.
+        state: facts about the group, of which `has_transposes` is written here.
 
     Attributes:
         columnwise: transposes of the weights, and of packs as a whole, in the weights' layout.
@@ -74,6 +76,7 @@ class FP8Weights:
         ranks: Ranks,
         unsharded: Tensor,
         through: torch.dtype,
+        state: GroupState,
         *,
         poison: bool,
     ) -> None:
@@ -86,6 +89,7 @@ class FP8Weights:
         cuts = gaps_and_runs(runs)
         self._cuts = [*cuts, layout.shard_numel(ranks.size) - sum(cuts)]
         self._through = through
+        self._state = state
         self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
         self._rowwise_runs = self._as_runs(layout, unsharded)
@@ -183,7 +187,7 @@ class FP8Weights:
         whole = self._operands[pack.first]
         first_row = sum(slot.shape[0] for slot in self._slots[pack.first : index])
         columnwise = None
-        if self.columnwise.is_allocated:
+        if self._state.has_transposes:
             assert whole.columnwise is not None
             columnwise = whole.columnwise.narrow(1, first_row, self._slots[index].shape[0]).contiguous()
         return whole._replace(rowwise=self._rowwise_views[index], columnwise=columnwise)
@@ -194,8 +198,10 @@ class FP8Weights:
 
     def allocate_columnwise(self) -> bool:
         """Allocates memory for the transposes; False if they are there already."""
-        if self.columnwise.is_allocated:
+        if self._state.has_transposes:
             return False
+        self._state.changes += 1
+        self._state.has_transposes = True
         self.columnwise.allocate()
         return True
 
@@ -205,5 +211,7 @@ class FP8Weights:
 
     def free(self) -> None:
         """Frees the transposed weights."""
-        if self.columnwise.is_allocated:
+        if self._state.has_transposes:
+            self._state.changes += 1
+            self._state.has_transposes = False
             self.columnwise.free()

@@ -89,7 +89,7 @@ class NormsOverRanks:
         stages = next((master.stages for master in masters if master.stages.size > 1), None)
         together = [*largest.dimensions, *([] if stages is None else [stages])]
         own = found.detach().to(masters[0].device)
-        found.copy_(norm_over(together, own, math.inf, identity_of_norm(masters)))
+        found.copy_(norm_over(together, own, math.inf, identity_of_norm(master.unit for master in masters)))
 
     def _master(self, place: Place) -> MasterShard:
         master = self._masters[place.shard]()
@@ -150,7 +150,7 @@ class NormsOverRanks:
         by_partners: dict[tuple[Ranks, ...], list[int]] = {}
         for index, current in enumerate(currents):
             by_partners.setdefault(current.master.grid.partners, []).append(index)
-        identity = identity_of_norm(current.master for current in currents)
+        identity = identity_of_norm(current.master.unit for current in currents)
         norms = list(local)
         for partners, indices in by_partners.items():
             own = torch.stack([local[index] for index in indices])

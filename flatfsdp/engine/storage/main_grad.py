@@ -7,19 +7,20 @@ Out:  the flat buffer, full, for `engine/step/reduce.py`.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
-from flatfsdp.engine.storage.changes import Changes
+from flatfsdp.engine.storage.shared import UnitMember
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
-from flatfsdp.microbatch import Microbatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,61 +42,34 @@ class MainGrad:
 
     Args:
         layout: places of the parameters.
-        num_shards: number of shards that the buffer is padded for.
+        unit: the unit, whose shards the buffer is padded for.
+        state: facts about the group, of which `written` and `used` are written here.
 
     Attributes:
         stays: whether the buffer is kept for good, see `stay`.
-        changes: raised before `written` or the buffer's address changes.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        num_shards: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        microbatch: Microbatch,
-        ledger: ByteLedger,
-        *,
-        poison: bool,
-    ) -> None:
+    def __init__(self, layout: FlatLayout, unit: UnitMember, state: GroupState) -> None:
         self._layout = layout
+        # Parameters have the buffer's methods, and graphs in C++ keep parameters: a way back from here to those
+        # graphs would be a circle that no garbage collection sees.
+        self._unit: UnitMember = weakref.proxy(unit)
+        self._state = state
+        num_shards = unit.grid.shard.size
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
-        self._dtype = dtype
-        self._device = device
-        self._poison = poison
-        self.microbatch = microbatch
-        self.ledger = ledger
+        self._dtype = unit.policy.precision.accumulate
         self._tensor: Tensor | None = None
         self._views: list[Tensor] = []
         self._pack_views: list[Tensor] = []
-        self._written: list[bool] = []
-        self._used: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
-        self._is_open = False
         self.stays = False
-        self.changes = Changes()
-        self._step = -1
         self._exposed: Sequence[Tensor] = ()
 
     @property
     def holds_gradients(self) -> bool:
         """Whether a gradient has landed since the buffer was last handed over."""
-        return self._is_open or bool(self._waiting)
-
-    @property
-    def written(self) -> tuple[bool, ...]:
-        """For each slot, whether a gradient has landed in this step; empty if none has in any."""
-        return tuple(self._written) if self._is_open and self._step == self.microbatch.step else ()
-
-    @property
-    def used(self) -> set[int]:
-        """Slots that have got a gradient in this step.
-
-        All that were written, but for those in which a concat has only put the zeros of unused parameters.
-        """
-        return self._used if self._is_open and self._step == self.microbatch.step else set()
+        return bool(self._state.written or self._waiting)
 
     @property
     def tensor(self) -> Tensor | None:
@@ -108,20 +82,10 @@ class MainGrad:
         return 0 if self._tensor is None else self._tensor.data_ptr()
 
     def stay(self) -> None:
-        """Keeps the buffer for good: a recording writes to it."""
+        """Keeps the buffer for good, at one address."""
         self.stays = True
         if self._tensor is None:
             self._allocate()
-
-    def skip_to(self, written: Sequence[bool]) -> None:
-        """Notes that a replay has written these slots, in this step, in the buffer that stays."""
-        assert not self._waiting
-        if tuple(written) != self.written:
-            self.drop()
-            if written:
-                self._open()
-                self._written = list(written)
-                self._used = {index for index, is_written in enumerate(written) if is_written}
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
@@ -131,14 +95,14 @@ class MainGrad:
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
             IS_FSDP_PARAM.leave(parameter, True)
-            GET_MAIN_GRAD.leave(parameter, partial(self.get, index))
-            CLAIM_MAIN_GRAD.leave(parameter, partial(self.claim, index))
-        self._show()
+            GET_MAIN_GRAD.leave(parameter, _OfThisProcess(self.get, index))
+            CLAIM_MAIN_GRAD.leave(parameter, _OfThisProcess(self.claim, index))
+        self.show()
 
     def expose_packs(self, packs: Sequence[Tensor]) -> None:
         """Lets layers write the gradient of each pack: a pack is no parameter, and has no `main_grad`."""
         for index, pack in enumerate(packs):
-            CLAIM_MAIN_GRAD.leave(pack, partial(self.claim_pack, index))
+            CLAIM_MAIN_GRAD.leave(pack, _OfThisProcess(self.claim_pack, index))
 
     def get(self, index: int) -> Tensor:
         """View of slot `index` to add to: zero if nothing has landed there in this step."""
@@ -163,19 +127,21 @@ class MainGrad:
         if not self._waiting.keys().isdisjoint(slots):
             self.flush()
         views = self._open()
-        empty = [slot for slot in slots if not self._written[slot]]
+        state = self._state
+        empty = [slot for slot in slots if not state.written[slot]]
         is_first = len(empty) == len(slots)
-        self._used.update(slots)
+        state.used.update(slots)
         for slot in empty:
-            self._written[slot] = True
+            state.written[slot] = True
             if not is_first:
                 views[slot].zero_()
         return self._pack_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
-        view, is_first = self._open()[index], not self._written[index]
-        self._written[index] = True
-        self._used.add(index)
+        view, state = self._open()[index], self._state
+        is_first = not state.written[index]
+        state.written[index] = True
+        state.used.add(index)
         return view, is_first
 
     def land(self, index: int, grad: Tensor) -> None:
@@ -209,14 +175,14 @@ class MainGrad:
                 view, is_first = self._claim(index)
                 self._accumulate(view, grad, first=is_first)
             return
-        views, written = self._open(), self._written
+        views, written = self._open(), self._state.written
         targets, first = [views[index] for index in waiting], [not written[index] for index in waiting]
         for index in waiting:
             written[index] = True
-        self._used.update(waiting)
+        self._state.used.update(waiting)
         accumulate_many(targets, grads, first)
         moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))
-        self.ledger.add("accumulate", sum(moved))
+        self._unit.shared.ledger.add("accumulate", sum(moved))
 
     def land_flat(self, grad: Tensor, used: Iterable[int]) -> None:
         """Adds the padded gradient of one microbatch, which autograd has just concatenated.
@@ -227,25 +193,26 @@ class MainGrad:
         """
         self.flush()
         # autograd read every view's gradient and wrote the flat one.
-        self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
+        self._unit.shared.ledger.add("concat", 2 * grad.numel() * grad.element_size())
         self._open()
-        if not any(self._written) or all(self._written):
+        state = self._state
+        if not any(state.written) or all(state.written):
             assert self._tensor is not None
-            self._accumulate(self._tensor, grad, first=not any(self._written))
-            self._written = [True] * len(self._written)
-            self._used.update(used)
+            self._accumulate(self._tensor, grad, first=not any(state.written))
+            state.written = [True] * len(state.written)
+            state.used.update(used)
             return
-        before = {*self._used, *used}
+        before = {*state.used, *used}
         for index, part in enumerate(self._layout.views(grad)):
             self.land(index, part)
         self.flush()
-        self._used = before
+        state.used = before
 
     def take(self) -> Tensor:
         """Hands the buffer over for reduction; slots without a gradient in this step are zero."""
         self.flush()
         views = self._open()
-        for view, written in zip(views, self._written, strict=True):
+        for view, written in zip(views, self._state.written, strict=True):
             if not written:
                 view.zero_()
         tensor = self._tensor
@@ -255,44 +222,54 @@ class MainGrad:
 
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""
-        self.changes.count += 1
+        self._state.changes += 1
         if not self.stays:
             self._tensor, self._views, self._pack_views = None, [], []
-        self._written, self._used, self._waiting, self._is_open = [], set(), {}, False
-        self._show()
+        self._state.written, self._waiting = [], {}
+        self.show()
 
-    def _open(self) -> list[Tensor]:
-        """Views of the slots, in a buffer that belongs to the current step; something is about to land."""
-        self.changes.count += 1
-        if self._is_open and self._step != self.microbatch.step and any(self._written):
+    def end_step(self) -> None:
+        """Drops what a step has left behind, so that the next one does not add to it."""
+        if any(self._state.written):
             logger.warning(
                 "dropped gradients of a step that was never reduced (its last backward failed, or was "
                 "not marked as the last one)"
             )
-        if not self._is_open or self._step != self.microbatch.step:
+        if self.holds_gradients:
+            self.drop()
+
+    def _open(self) -> list[Tensor]:
+        """Views of the slots; something is about to land."""
+        self._state.changes += 1
+        if not self._state.written:
             if self._tensor is None:
                 self._allocate()
-            self._written, self._used = [False] * len(self._views), set()
-        if not self._is_open:
-            self._is_open = True
-            self._show()
-        self._step = self.microbatch.step
+            self._state.written = [False] * len(self._views)
+            self.show()
         return self._views
 
     def _allocate(self) -> None:
-        self.changes.count += 1
-        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        if self._poison:
+        self._state.changes += 1
+        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
+        if self._unit.policy.debug.poison_on_free:
             self._tensor.fill_(torch.nan)
         for start, stop in self._gaps:
             self._tensor[start:stop].zero_()
         self._views = self._layout.views(self._tensor)
         self._pack_views = self._layout.pack_views(self._tensor)
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Gives the exposed parameters their `main_grad`, once gradients have landed."""
         for index, parameter in enumerate(self._exposed):
-            MAIN_GRAD.leave(parameter, self._views[index] if self._is_open else None)
+            MAIN_GRAD.leave(parameter, self._views[index] if self._state.written else None)
 
     def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
         accumulate(target, grad, first=first)
-        self.ledger.add("accumulate", bytes_moved(target, grad, first=first))
+        self._unit.shared.ledger.add("accumulate", bytes_moved(target, grad, first=first))
+
+
+class _OfThisProcess(partial[Any]):
+    """A method of the buffer that a tensor has; a pickled copy of the tensor has None, and no buffer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()

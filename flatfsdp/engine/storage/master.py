@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
-from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.changes import Changes
 from flatfsdp.engine.storage.shard_grad import GradNorms, Place, Published, ShardGrad, plain
+from flatfsdp.engine.storage.shared import UnitMember
+from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
 
@@ -44,9 +44,6 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
 
 
 _ADDRESS = Tensor.data_ptr
-
-Version = tuple[int, int]
-"""Version of a master shard; changes whenever its values may have changed."""
 
 
 class Portion(NamedTuple):
@@ -85,12 +82,16 @@ class Split(NamedTuple):
 class MasterShard:
     """This rank's shard of one flat buffer, in master precision.
 
+    With `cpu_offload` the shard is in (pinned) CPU memory, and its gradient too.
+
     Args:
         layout: places of the parameters in the whole buffer.
-        device: device that the model computes on.
-        grad_dtype: dtype of the reduced gradient.  The gradient goes to `.grad`, which PyTorch keeps in the
-            parameter's own dtype, or to `.main_grad` if the dtypes differ.
-        cpu_offload: keep the shard in (pinned) CPU memory, and its gradient too.
+        unit: the unit that the group is in.
+        state: facts about the group.
+        dtype: dtype of the shard.  The reduced gradient is in `Precision.grad`, by default the same.  It goes
+            to `.grad`, which PyTorch keeps in the parameter's own dtype, or to `.main_grad` if the dtypes
+            differ.
+        trainable: whether the shard requires a gradient.
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
@@ -100,8 +101,7 @@ class MasterShard:
         has_views: whether each slot is a portion, even an empty one: the model is sharded in place.
         marks: watch over the `.grad` of the portions while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
-        identify: function that gives the identity a collective carries; None before the model is used.
-        changes: raised with `generation`.
+        generation: number of loads, also from other replicas; any other write raises `flat._version`.
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
             compared (`first_values.py`).
         first_version: version of `flat` that stands for no write by others; loads of state dicts raise it.
@@ -111,37 +111,41 @@ class MasterShard:
     def __init__(
         self,
         layout: FlatLayout,
-        grid: Grid,
+        unit: UnitMember,
+        state: GroupState,
         dtype: torch.dtype,
-        device: torch.device,
         *,
-        grad_dtype: torch.dtype,
-        cpu_offload: bool,
         trainable: bool,
     ) -> None:
         self.layout = layout
-        self.grid = grid
-        self.device = device
-        self.grad_dtype = grad_dtype
-        numel = layout.shard_numel(grid.shard.size)
-        if cpu_offload:
-            shard = torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-        else:
-            shard = torch.zeros(numel, dtype=dtype, device=device)
+        self.grid = unit.grid
+        self.unit = unit
+        self._state = state
+        self.grad_dtype = unit.policy.precision.grad or dtype
+        is_offloaded, device = unit.policy.cpu_offload, self.device
+        shard = torch.zeros(
+            layout.shard_numel(self.grid.shard.size),
+            dtype=dtype,
+            device="cpu" if is_offloaded else device,
+            pin_memory=is_offloaded and device.type == "cuda",
+        )
         self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.marks = UnreducedMarks()
+        self.marks = UnreducedMarks(state)
         self._number: tuple[GradNorms, int] | None = None
         self._split: Split | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
-        self.divide([Portion(self.flat, 0, numel)])
+        self.divide([Portion(self.flat, 0, self.flat.numel())])
         self.stages = ALONE
-        self.changes = Changes()
-        self._generation = 0
+        self.generation = 0
         self.first_digests: dict[ParamSlot, Tensor] = {}
         self.first_version = 0
         self.is_average = False
-        self.identify: Callable[[Action], Identity | None] = lambda _action: None
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on; an offloaded shard itself is in CPU memory."""
+        return self.unit.shared.device
 
     @property
     def is_offloaded(self) -> bool:
@@ -158,19 +162,9 @@ class MasterShard:
         return any(empty.untyped_storage().data_ptr() != memory for empty in self._empty)
 
     @property
-    def generation(self) -> int:
-        """Number of loads, also from other replicas.  Any other write raises `flat._version`."""
-        return self._generation
-
-    @generation.setter
-    def generation(self, value: int) -> None:
-        self.changes.count += 1
-        self._generation = value
-
-    @property
     def version(self) -> Version:
         """Changes whenever the values may have changed."""
-        return self._generation, self.flat._version
+        return self.generation, self.flat._version
 
     # ---- what the optimizer has -------------------------------------------------------------------------
 
@@ -226,12 +220,17 @@ class MasterShard:
             # Not counted as a write, of which other ranks may have none: `generation` counts a load, on every
             # rank alike, even where the shard is all padding.
             self.flat.data[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+        self.count_load()
+
+    def count_load(self) -> None:
+        """Notes a load, on every rank alike, even if it wrote to the shards of some ranks only."""
+        self._state.changes += 1
         self.generation += 1
 
     def loaded(self) -> None:
         """Notes that all values were replaced."""
         self.first_digests.clear()
-        self.generation += 1
+        self.count_load()
 
     def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
         """This rank's part of whole values, as a new tensor as long as the shard; zero elsewhere."""
@@ -260,7 +259,7 @@ class MasterShard:
             return own.clone()
         is_given = not rank0_only or ranks.rank == 0
         full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
-        identity = self.identify(Action.SHOW)
+        identity = self.unit.identify(Action.SHOW)
         if rank0_only:
             declare(ranks, identity, self.device)
             gather(full, own, ranks)
@@ -291,9 +290,9 @@ class MasterShard:
         """
         own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
-            declare(self.grid.shard, self.identify(Action.STORE), self.device)
+            declare(self.grid.shard, self.unit.identify(Action.STORE), self.device)
             scatter(own, full, self.grid.shard)
-        declare(self.grid.replicate, self.identify(Action.STORE), self.device)
+        declare(self.grid.replicate, self.unit.identify(Action.STORE), self.device)
         broadcast(own, self.grid.replicate)
         return own
 

@@ -12,12 +12,15 @@ Next: `contract/packed.py` gives these tensors to layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.packed import PACKED_PARTS
+from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import once_differentiable, run_as_soon_as_ready
@@ -28,12 +31,15 @@ class PackedTensors:
 
     Args:
         unsharded: flat buffer, 1-D, padded; its memory must exist now, and may come and go later.
+        fp8: FP8 form of the parameters, of which layers read a pack's operand; None for others.
     """
 
-    def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
+    def __init__(self, layout: FlatLayout, unsharded: Tensor, fp8: FP8Weights | None) -> None:
         self._packs = layout.packs
         self._frozen = layout.pack_views(unsharded.detach())
         self._trained: list[Tensor] = []
+        self._fp8 = fp8
+        self._leave_operands(self._frozen)
         nan = torch.full((), torch.nan, dtype=unsharded.dtype, device=unsharded.device)
         self._absent = [nan.expand(pack.shape) for pack in self._packs]
 
@@ -52,12 +58,13 @@ class PackedTensors:
                 # Autograd would run it last in the backward, because it is older than any forward.
                 run_as_soon_as_ready(tensor, depth=1)
                 self._trained.append(tensor)
+        self._leave_operands(self._trained)
         main_grad.expose_packs(self._trained)
 
-    @property
-    def shown(self) -> Sequence[Sequence[Tensor]]:
-        """Tensors that layers may have while the parameters are gathered, in the order of the packs."""
-        return [self._trained, self._frozen]
+    def _leave_operands(self, packs: Sequence[Tensor]) -> None:
+        if self._fp8 is not None:
+            for index, pack in enumerate(packs):
+                FP8_OPERAND.leave(pack, partial(self._fp8.pack_operand, index))
 
     def get(self, index: int, *, is_there: bool, trained: Sequence[bool]) -> Tensor | None:
         """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered.

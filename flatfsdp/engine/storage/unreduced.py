@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
-from flatfsdp.engine.storage.changes import Changes, fetched
 from flatfsdp.engine.storage.shard_grad import Place, ShardGrad
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.torch_private import receives_gradient, weakly
 
 _GRAD_FN: Any = Tensor.grad_fn
@@ -110,20 +110,24 @@ _GRAD_OF = attrgetter("grad")
 class UnreducedMarks:
     """Watches `.grad` of the parameters of one shard from the end of one backward to the next.
 
+    Args:
+        state: facts about the group; `changes` is raised when a watch begins or ends.
+
     Attributes:
-        changes: raised when a watch begins or ends, and counts what autograd brings.
         is_on: whether the gradients are watched.
+        parameters: the parameters of the shard that the optimizer has.
+        watched: what is in the `.grad` of each while it is watched.
     """
 
-    def __init__(self) -> None:
-        self.changes = Changes()
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
         self._places: Sequence[Place] = ()
         # What autograd has brought before there were places.
         self._unplaced: dict[int, Tensor] = {}
         self.is_on = False
-        self._parameters: Sequence[nn.Parameter] = ()
+        self.parameters: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
-        self._watched: list[Tensor] = []
+        self.watched: list[Tensor] = []
         # Empty if only markers are watched.
         self._zeroings: list[int] = []
         self._arriving: dict[int, _Arriving] = {}
@@ -138,13 +142,13 @@ class UnreducedMarks:
     def places(self, places: Sequence[Place]) -> None:
         self._places = places
         for index, grad in self._unplaced.items():
-            if self._parameters[index].grad is grad:
+            if self.parameters[index].grad is grad:
                 self._mark(index)
         self._unplaced.clear()
 
     def _mark(self, index: int) -> Tensor:
         """Marks the gradient that autograd has brought to a parameter by itself."""
-        parameter = self._parameters[index]
+        parameter = self.parameters[index]
         assert parameter.grad is not None
         grad = ShardGrad.of(parameter.grad, self._places[index])
         grad.is_autograds = True
@@ -154,7 +158,7 @@ class UnreducedMarks:
 
     def autograds(self) -> dict[int, ShardGrad]:
         """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
-        found = ((index, self._parameters[index].grad) for index in self._brought)
+        found = ((index, self.parameters[index].grad) for index in self._brought)
         return {i: grad for i, grad in found if isinstance(grad, ShardGrad) and grad.is_autograds}
 
     def forget_autograds(self) -> None:
@@ -163,7 +167,7 @@ class UnreducedMarks:
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Follows the gradients of these parameters from now on."""
-        self._parameters, self._markers = parameters, ()
+        self.parameters, self._markers = parameters, ()
         self._unplaced.clear()
         self._brought.clear()
         for index, parameter in enumerate(parameters):
@@ -177,11 +181,11 @@ class UnreducedMarks:
 
     def start(self) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
-        self.changes.count += 1
+        self._state.changes += 1
         if not self._markers:
-            pairs = zip(self._parameters, self._places, strict=True)
+            pairs = zip(self.parameters, self._places, strict=True)
             self._markers = [Unreduced.of(*pair) for pair in pairs]
-        for parameter, marker, place in zip(self._parameters, self._markers, self._places, strict=True):
+        for parameter, marker, place in zip(self.parameters, self._markers, self._places, strict=True):
             grad = parameter.grad
             if grad is None:
                 parameter.grad = marker
@@ -189,9 +193,14 @@ class UnreducedMarks:
                 # The same memory, which counts from now on how often it is zeroed.
                 parameter.grad = ShardGrad.of(grad, place)
         self.is_on = True
-        self._watched = list(map(_GRAD_OF, self._parameters))
-        are_markers = all(map(is_, self._watched, self._markers))
-        self._zeroings = [] if are_markers else list(map(_zeroings, self._watched))
+        self.watched = list(map(_GRAD_OF, self.parameters))
+        are_markers = all(map(is_, self.watched, self._markers))
+        self._zeroings = [] if are_markers else list(map(_zeroings, self.watched))
+
+    @property
+    def are_all_markers(self) -> bool:
+        """Whether nothing but markers is watched, of which identity tells all."""
+        return not self._zeroings
 
     @property
     def were_zeroed(self) -> bool:
@@ -201,9 +210,9 @@ class UnreducedMarks:
             RuntimeError: if only some of them were.
         """
         # The common case, unchanged markers, without a loop in Python: this runs in every forward.
-        if not self._zeroings and all(map(is_, map(_GRAD_OF, self._parameters), self._watched)):
+        if not self._zeroings and all(map(is_, map(_GRAD_OF, self.parameters), self.watched)):
             return False
-        found = zip(self._parameters, self._watched, self._zeroings or [0] * len(self._watched), strict=True)
+        found = zip(self.parameters, self.watched, self._zeroings or [0] * len(self.watched), strict=True)
         zeroed = [p.grad is not grad or _zeroings(grad) != before for p, grad, before in found]
         if not any(zeroed):
             return False
@@ -217,16 +226,16 @@ class UnreducedMarks:
 
     def stop(self) -> None:
         """Ends the watch, and removes the markers."""
-        self.changes.count += 1
-        for parameter, marker in zip(self._parameters, self._markers, strict=False):
+        self._state.changes += 1
+        for parameter, marker in zip(self.parameters, self._markers, strict=False):
             if parameter.grad is marker:
                 parameter.grad = None
-        self.is_on, self._watched, self._zeroings = False, [], []
+        self.is_on, self.watched, self._zeroings = False, [], []
 
     def drop_autograds(self) -> None:
         """Drops gradients that autograd has brought to the parameters itself since the last reduction."""
         for index in self.autograds():
-            self._parameters[index].grad = None
+            self.parameters[index].grad = None
         self._brought.clear()
 
     def _before_autograd(self, index: int, of: weakref.ref[nn.Parameter], _grad: Tensor) -> None:
@@ -236,7 +245,7 @@ class UnreducedMarks:
         if not receives_gradient(parameter):
             # `autograd.grad` asks for it, and accumulates nothing.
             return
-        if index >= len(self._parameters) or self._parameters[index] is not parameter:
+        if index >= len(self.parameters) or self.parameters[index] is not parameter:
             raise RuntimeError(
                 "a gradient came to a flat parameter that flatfsdp.param_groups has cut, so no optimizer has "
                 "it any more; compute the penalty from the parameters in the optimizer's param_groups"
@@ -248,7 +257,7 @@ class UnreducedMarks:
                 "compute the penalty's gradient outside of autograd, in the hook, or take the hook away"
             )
         grad = parameter.grad
-        is_watched = self.is_on and grad is self._watched[index]
+        is_watched = self.is_on and grad is self.watched[index]
         if isinstance(grad, Unreduced) or (isinstance(grad, ShardGrad) and grad.stands_for_none):
             # Autograd would add to it in place.
             grad = parameter.grad = None
@@ -257,49 +266,17 @@ class UnreducedMarks:
     def _after_autograd(self, index: int, parameter: nn.Parameter) -> None:
         arriving, grad = self._arriving.pop(index), parameter.grad
         assert grad is not None
-        self.changes.count += 1
-        self.changes.from_autograd += 1
+        self._state.changes += 1
+        self._state.from_autograd += 1
         if arriving.was_empty and self._places:
             grad = self._mark(index)
         elif arriving.was_empty:
             self._unplaced[index] = grad
-        if arriving.is_watched and grad is not self._watched[index]:
+        if arriving.is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
-            self._watched[index] = grad
-            self._zeroings = self._zeroings or [0] * len(self._watched)
+            self.watched[index] = grad
+            self._zeroings = self._zeroings or [0] * len(self.watched)
             self._zeroings[index] = _zeroings(grad)
-
-
-class AllMarkers:
-    """The markers of a model in one list: between two replayed microbatches, one look at all of them.
-
-    Args:
-        marks: those of all groups.
-        changes: raised by each of them.
-    """
-
-    def __init__(self, marks: Sequence[UnreducedMarks], changes: Changes) -> None:
-        self._marks = marks
-        self._changes = changes
-        self._collected: int | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._markers: list[Tensor] = []
-        self._are_all = False
-
-    @property
-    def are_in_place(self) -> bool:
-        """Whether every `.grad` is a marker, where it was put; if not, ask each of the groups."""
-        if self._collected != self._changes.count:
-            self._collect()
-        found = map(_GRAD_OF, fetched(self._parameters))
-        return self._are_all and all(map(is_, found, fetched(self._markers)))
-
-    def _collect(self) -> None:
-        watching = [marks for marks in self._marks if marks.is_on]
-        self._parameters = [parameter for marks in watching for parameter in marks._parameters]
-        self._markers = [grad for marks in watching for grad in marks._watched]
-        self._are_all = not any(marks._zeroings for marks in watching)
-        self._collected = self._changes.count
 
 
 def _zeroings(grad: Tensor) -> int:

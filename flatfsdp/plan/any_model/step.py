@@ -120,7 +120,7 @@ class _Run:
         inner: dict[str, nn.Module] = {name: unit for name, unit in units.items() if name}
         self._places = observer.places = Places(inner)
         # Shards were cut from whole parameters: their memory is behind the buffers' tensors, which stay.
-        groups = [group for unit in units.values() for group in unit.fsdp_state.unit.groups]
+        groups = [group for unit in units.values() for group in unit.fsdp_state.groups]
         memory.watch(
             tensor
             for group in groups
@@ -130,15 +130,14 @@ class _Run:
 
     @property
     def _root(self) -> Root:
-        root = self._model.fsdp_state.root
-        assert root is not None
+        root: Root = self._model.fsdp_state.root
         return root
 
     def traced(self) -> Traced:
         self._step()
         self._memory.begin()
         self._work.begin()
-        ledger = self._model.fsdp_state.ledger
+        ledger = self._model.fsdp_state.shared.ledger
         ledger.reset()
         between_steps = self._memory.live
         self._step()

@@ -282,7 +282,7 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
             )
         )
     elsewhere = auto_wrap(GPT(CONFIG), by_class(Block), optimize_backward_concat=False)
-    elsewhere.fsdp_state.device = torch.device("cuda", 0)
+    elsewhere.fsdp_state.shared.device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="model is on cuda:0, and Lightning's device is cpu"):
         fabric.setup(elsewhere)
     plain = GPT(CONFIG)

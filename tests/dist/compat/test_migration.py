@@ -94,7 +94,7 @@ def is_gathered_after_forward(rank: int, world_size: int, keep: bool) -> bool:
     options = {"disable_reshard_on_root": keep}
     model: Any = made(automatically, names_of("flatfsdp"), torch.device("cpu"), options)
     model(next(data(rank, 1, 1))[0])
-    return not model.fsdp_state.unit.is_sharded
+    return not model.fsdp_state.is_sharded
 
 
 def test_the_root_is_kept_after_forward_only_if_asked() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
-from flatfsdp.engine.storage.group import ShardState
+from flatfsdp.engine.storage.state import ShardState
 from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -21,7 +21,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def groups(model: FlatFSDP) -> list[Any]:
-    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m.fsdp_state.unit.groups]
+    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m.fsdp_state.groups]
 
 
 def allocated_grads(model: FlatFSDP) -> int:
@@ -30,7 +30,7 @@ def allocated_grads(model: FlatFSDP) -> int:
 
 def unsharded(model: FlatFSDP) -> list[bool]:
     """Whether each unit's full parameters are in memory, root first."""
-    return [g.state is not ShardState.SHARDED and g.buffer.is_allocated for g in groups(model)]
+    return [g.state.shard is not ShardState.SHARDED for g in groups(model)]
 
 
 @FLAGS
@@ -89,7 +89,7 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
     seen: list[tuple[int, int]] = []
 
     def count(*_: Any) -> None:
-        landed = sum(m.fsdp_state.unit.backward_done for m in (model, *model.blocks))
+        landed = sum(m.fsdp_state.backward_done for m in (model, *model.blocks))
         seen.append((sum(unsharded(model)), landed))
 
     for block in model.blocks:
@@ -194,7 +194,7 @@ def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     weight.get_main_grad().fill_(700.0)
     model(tokens).backward()
     assert weight.main_grad is None
-    start = next(s.offset for s in model.fsdp_state.unit.groups[0].layout.slots if s.name == "head.weight")
+    start = next(s.offset for s in model.fsdp_state.groups[0].layout.slots if s.name == "head.weight")
     assert (model.flat_param.grad[start : start + weight.numel()] > 600.0).all()
 
 

@@ -247,10 +247,7 @@ def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int)
             grad = torch.zeros(sum(p.numel() for p in block.parameters()))
         dist.all_reduce(grad)
         ours = torch.cat(
-            [
-                wrapped.flat_param.grad[s.offset : s.end]
-                for s in wrapped.fsdp_state.unit.trained[0].layout.slots
-            ]
+            [wrapped.flat_param.grad[s.offset : s.end] for s in wrapped.fsdp_state.trained[0].layout.slots]
         )
         torch.testing.assert_close(ours, grad / world_size)
 

@@ -359,11 +359,11 @@ def test_a_unit_is_unsharded_by_hand() -> None:
 def test_whether_gradients_are_reduced_is_said_as_in_fsdp2() -> None:
     model = in_place()
     model.set_requires_gradient_sync(False, recurse=True)
-    assert not model.fsdp_state.microbatch.is_last
+    assert not model.fsdp_state.shared.microbatch.is_last
     model.blocks[0].set_requires_gradient_sync(True, recurse=False)
     with pytest.raises(ValueError, match="all units of a model reduce in the same backwards"):
         model.set_requires_gradient_sync(False, recurse=False)
-    assert model.fsdp_state.microbatch.is_last
+    assert model.fsdp_state.shared.microbatch.is_last
 
 
 # ---- requires_grad --------------------------------------------------------------------------------------
@@ -461,14 +461,14 @@ def test_nothing_has_changed_when_shard_raises() -> None:
 @on_ranks(2)
 def test_what_fails_while_all_is_gathered_is_not_kept() -> None:
     model = in_place()
-    failing = model.blocks[1].fsdp_state.unit
+    failing = model.blocks[1].fsdp_state
     with (
         mock.patch.object(type(failing), "show", _failing_for(failing)),
         pytest.raises(MemoryError),
         model.unsharded(),
     ):
         pass
-    assert not any(unit.fsdp_state.unit.is_kept for unit in (model, *model.blocks))
+    assert not any(unit.fsdp_state.is_kept for unit in (model, *model.blocks))
     assert model.head.weight.isnan().all()
     model(TOKENS).backward()
 

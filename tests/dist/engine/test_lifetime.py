@@ -114,7 +114,7 @@ def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
 def test_reentrant_recomputation_frees_each_unit_after_its_backward(rank: int, flag: bool) -> None:
     """Units in memory when each block's norm has its gradient, with reentrant recomputation around blocks."""
     model, seen = build(optimize_backward_concat=flag), []
-    units = [m.fsdp_state.unit for m in (model, *model.blocks)]
+    units = [m.fsdp_state for m in (model, *model.blocks)]
 
     def count(*_: Any) -> None:
         seen.append(sum(not unit.is_sharded for unit in units))

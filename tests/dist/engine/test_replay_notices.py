@@ -154,7 +154,7 @@ def load(model: Any) -> None:
 
 
 def load_on_another_rank(model: Any) -> None:
-    named_groups(model)[0][1].master.generation += 1
+    named_groups(model)[0][1].master.count_load()
 
 
 def values_expired(model: Any) -> None:

@@ -259,7 +259,7 @@ def test_marks_of_others_are_understood(rank: int, world_size: int) -> None:
         vars(layer[0].weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=3)
         is_split = shape == (12, 4)
         model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
-        placements = {group.layout.placement for group in model.fsdp_state.unit.groups}
+        placements = {group.layout.placement for group in model.fsdp_state.groups}
         assert placements == ({Placement.SPLIT, Placement.PARTIAL} if is_split else {Placement.EQUAL})
         assert checkpoint.full_state_dict(model)["0.weight"].shape == shape
         # Rank 0 has the first third of each third.

@@ -78,7 +78,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
         assert_equal(grads, whole_grads(fresh))
         assert_equal(grads, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
         for index, block in enumerate(model.blocks):
-            (group,) = block.fsdp_state.unit.groups
+            (group,) = block.fsdp_state.groups
             assert (group.master.flat.grad is None) == (index not in trained)
             assert index in trained or group.main_grad is None or not group.main_grad.holds_gradients
         for traffic in ("gather", "reduce"):
@@ -287,7 +287,7 @@ def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
         theirs.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-    (group,) = model.blocks[1].fsdp_state.unit.groups
+    (group,) = model.blocks[1].fsdp_state.groups
     for portion in group.master.portions:
         portion.parameter.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"local shard of unit blocks\.1 was set to False by itself"):

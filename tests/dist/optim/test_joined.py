@@ -82,7 +82,7 @@ def test_views_have_the_bits_of_portions(rank: int, world_size: int, which: int,
         for model, optimizer in zip((whole, viewed), optimizers, strict=True):
             backward(model, rank, seed)
             optimizer.step()
-            assert all(group.compute_shard.is_current for _, group in named_groups(model))
+            assert all(group.compute_shard.state.is_cast for _, group in named_groups(model))
             optimizer.zero_grad()
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
         assert same(masters(whole), masters(viewed))

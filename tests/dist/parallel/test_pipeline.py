@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision
-from flatfsdp.engine.storage.group import ShardState
+from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.units import units_in
 from flatfsdp.parallel import FlatStage
 from tests.support.models import same
@@ -139,11 +139,11 @@ class Probe(FlatStage):
 
 
 def has_parameters(stage: FlatStage) -> bool:
-    return any(group.state is not ShardState.SHARDED for group in groups_of(stage))
+    return any(group.state.shard is not ShardState.SHARDED for group in groups_of(stage))
 
 
 def groups_of(stage: FlatStage) -> list[Any]:
-    return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.unit.trained]
+    return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.trained]
 
 
 def watch(model: FlatFSDP) -> tuple[Any, list[int]]:

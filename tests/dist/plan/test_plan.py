@@ -136,7 +136,7 @@ def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
     """What autograd keeps of one forward: memory that is neither a parameter's nor a table of positions."""
     pipeline = pipeline_of(job, mesh)
     (stage,) = pipeline.stages
-    groups = [group for _, unit in units_in(stage) for group in unit.fsdp_state.unit.groups]
+    groups = [group for _, unit in units_in(stage) for group in unit.fsdp_state.groups]
     others = [group.compute_shard.tensor for group in groups]
     others += [group.buffer.tensor for group in groups if group.buffer is not None]
     others += [group.fp8.columnwise.tensor for group in groups if group.fp8 is not None]

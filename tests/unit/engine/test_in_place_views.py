@@ -13,7 +13,10 @@ from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.storage.shared import Shared, UnitMember
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
+from flatfsdp.policy import Policy, Precision
 
 SHAPES = {"norm": (13,), "weight": (7, 5), "bias": (5,), "scale": (), "none": (0, 3)}
 
@@ -26,9 +29,8 @@ def originals() -> list[nn.Parameter]:
 def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShard:
     layout = FlatLayout.pack(ParamSpec(name, shape) for name, shape in SHAPES.items())
     grid = Grid(Ranks(None, size, rank), ALONE)
-    cpu = torch.device("cpu")
-    options = {"grad_dtype": torch.float32, "cpu_offload": False, "trainable": True}
-    master = MasterShard(layout, grid, torch.float32, cpu, **options)
+    unit = UnitMember(Policy(Precision()), grid, Shared(torch.device("cpu")))
+    master = MasterShard(layout, unit, GroupState(), torch.float32, trainable=True)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         master.load(slot, parameter.detach())
     return master

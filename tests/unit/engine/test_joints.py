@@ -38,8 +38,8 @@ def landed(model: FlatFSDP) -> list[bool]:
     return [
         written
         for layer in model.module.layers
-        for group in layer.fsdp_state.unit.groups
-        for written in group.main_grad._written
+        for group in layer.fsdp_state.groups
+        for written in group.state.written
     ]
 
 
@@ -86,7 +86,7 @@ def test_parts_frozen_between_forward_and_backward_get_nothing(fuse: Any) -> Non
     net, y = Net(fuse=False), batch(0).requires_grad_()
     loss_of(net, y).backward()
     assert torch.equal(x.grad, y.grad)
-    grads = [layer.fsdp_state.unit.groups[0].master.flat.grad for layer in model.module.layers]
+    grads = [layer.fsdp_state.groups[0].master.flat.grad for layer in model.module.layers]
     assert not any(grad.any() for grad in grads if grad is not None)
     assert not any(landed(model))
 
@@ -134,7 +134,7 @@ def test_joints_are_the_memory_of_their_parts(flag: bool, reshard: bool) -> None
 
 @FLAGS
 def test_while_they_are_sharded_packs_are_nan(flag: bool) -> None:
-    params = wrapped(flag).module.layers[0].fsdp_state.unit.groups[0].params
+    params = wrapped(flag).module.layers[0].fsdp_state.groups[0].params
     weight = params.pack(0)
     assert weight.isfinite().all()
     params.conceal()
@@ -177,7 +177,7 @@ def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: t
     for x, alone in inputs:
         loss_of(net, x, alone).backward()
     for mine, plain in zip(model.module.layers, net.layers, strict=True):
-        (group,) = mine.fsdp_state.unit.groups
+        (group,) = mine.fsdp_state.groups
         views = group.layout.views(group.master.flat.grad)
         for slot, grad in zip(group.layout.slots, views, strict=True):
             expected = plain.get_parameter(slot.name).grad
@@ -245,11 +245,11 @@ def test_joints_land_as_soon_as_they_are_ready() -> None:
 
 def test_models_that_declare_no_packs_are_laid_out_as_they_were() -> None:
     model = wrapped(True)
-    with_packs = model.module.layers[0].fsdp_state.unit.groups[0].layout
+    with_packs = model.module.layers[0].fsdp_state.groups[0].layout
     plain = (
         auto_wrap(Net(OneWeight), by_class(Layer), optimize_backward_concat=False)
         .module.layers[0]
-        .fsdp_state.unit.groups[0]
+        .fsdp_state.groups[0]
         .layout
     )
     assert [pack.name for pack in with_packs.packs] == ["qkv.qkv_weight", "qkv.qkv_bias"]

@@ -8,6 +8,7 @@ import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.engine.memory import MemoryReport
+from flatfsdp.engine.replay.replayed import keep_addresses
 from flatfsdp.engine.units import root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
@@ -53,7 +54,7 @@ def test_what_replays_keep_is_there_always() -> None:
     before = model.memory_report()
     for is_summed in (False, True):
         for unit in root_of(model).units:
-            unit.keep_addresses(of_sums=is_summed)
+            keep_addresses(unit.groups, of_sums=is_summed)
         report = model.memory_report()
         kept = [row for row in report.rows if row.buffer.endswith(", for replays")]
         assert {row.lives for row in kept} == {"always"}

@@ -13,6 +13,7 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.engine.storage import fp8_weights
 from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.cast.shard_cast import max_abs_many
@@ -27,7 +28,7 @@ def stored(module: nn.Module) -> set[str]:
     model = FlatFSDP(module, precision=PRECISION, optimize_backward_concat=False)
     return {
         slot.name
-        for group in model.fsdp_state.unit.groups
+        for group in model.fsdp_state.groups
         for slot in group.layout.slots
         if group.layout.role is Role.FP8
     }
@@ -165,9 +166,9 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
     model = FlatFSDP(
         nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
     )
-    (group,) = (group for group in model.fsdp_state.unit.groups if group.fp8 is not None)
+    (group,) = (group for group in model.fsdp_state.groups if group.fp8 is not None)
     on_device = torch.empty(group.layout.padded_numel(1), dtype=torch.float8_e4m3fn, device="meta")
-    weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, poison=False)
+    weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, GroupState(), poison=False)
     taken: list[Tensor] = []
 
     def take(sources: Any, amax: Tensor, **options: Any) -> None:

@@ -65,7 +65,7 @@ def test_the_bits_of_one_parameter(kind: Any, fused: Any, flag: bool, precision:
     models = [FlatFSDP(layer, precision=of, optimize_backward_concat=flag) for layer in (split, whole)]
     in_fp8 = {
         slot.name
-        for group in models[0].fsdp_state.unit.groups
+        for group in models[0].fsdp_state.groups
         for slot in group.layout.slots
         if group.layout.role is Role.FP8
     }

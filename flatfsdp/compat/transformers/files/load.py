@@ -54,7 +54,7 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
         after it was checked: the model may be partly loaded.
     """
     state, groups = begin_together(model, "load_hf")
-    folder = path_of_all_ranks(path, state.grid.dimensions, state.device)
+    folder = path_of_all_ranks(path, state.grid.dimensions, state.shared.device)
     with raising_together(state):
         plan = _Plan(FileNames(model), folder)
     with raising_together(state), torch.no_grad():

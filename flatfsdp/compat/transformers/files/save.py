@@ -58,7 +58,7 @@ def save_hf(
         Each error is raised on every rank, and the folder's earlier model stays.
     """
     state, groups = begin_together(model, "save_hf")
-    folder = path_of_all_ranks(path, state.grid.dimensions, state.device)
+    folder = path_of_all_ranks(path, state.grid.dimensions, state.shared.device)
     with raising_together(state):
         if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(

@@ -10,12 +10,13 @@ from torch import nn
 
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import UnitModule, UnitState, named_groups, units_in
+from flatfsdp.engine.units import UnitModule, named_groups, units_in
 
 
-def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGroup]]:
+def begin_together(model: nn.Module, doing: str) -> tuple[Unit, list[FlatGroup]]:
     """Waits until all ranks that share the model are about to do this.  Collective.
 
     Args:
@@ -49,7 +50,7 @@ def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGr
 
 
 @contextmanager
-def raising_together(state: UnitState) -> Iterator[None]:
+def raising_together(state: Unit) -> Iterator[None]:
     """Raises an error of one rank on every rank that shares the model.  Collective.
 
     If several ranks fail, each raises its own error.
@@ -60,7 +61,7 @@ def raising_together(state: UnitState) -> Iterator[None]:
     except Exception as error:
         told = _as_it_travels(error)
     for ranks in state.grid.dimensions:
-        others = all_gather_object(told, ranks, state.device)
+        others = all_gather_object(told, ranks, state.shared.device)
         told = told or next((each for each in others if each is not None), None)
     if told is not None:
         raise told

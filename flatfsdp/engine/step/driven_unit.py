@@ -1,0 +1,311 @@
+"""Drives one unit through forward and backward: when its parameters come and go, and when it is done.
+
+In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
+Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when it is done.
+Next: `engine/step/root.py` ends the backward for all units together.
+
+    event             parameters                         gradients
+    before_forward    unshard, prefetch, wait            -
+    after_forward     reshard, unless kept (see below)   -
+    _before_backward  unshard, prefetch, wait            -
+    landed            -                                  one more slot is in
+    all done          reshard, unless kept               ready to reduce
+    end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
+
+Kept: with `reshard_after_forward=False` until the last backward of a step; the root module (unless
+`keep_as_root=False`) from its forward to its backward, because its head runs last in one and first in the
+other.  Nothing is kept where no backward follows.
+
+All gradients having landed is not enough to free parameters in backward: the gradient of the unit's inputs
+may still need a frozen parameter, or a use of `weight.detach()`.  So each call of the module is an *open use*
+from the first gradient of its outputs to the last gradient of its inputs, and the unit is done when
+everything has landed and no use is open.  Inner units' outputs may also need the parameters of the unit
+around them for their gradients, so those parameters stay until the backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.grid import Grid
+from flatfsdp.engine.input_casts import cast_in_front_of_modules
+from flatfsdp.engine.step.left_behind import LeftBehind
+from flatfsdp.engine.step.prefetch_order import Forward
+from flatfsdp.engine.step.requires_grad import follow_requires_grad
+from flatfsdp.engine.step.root import Call, Root
+from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.shared import Shared
+from flatfsdp.engine.storage.state import ShardState, Version
+from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
+from flatfsdp.policy import Policy
+from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
+
+
+class Begun(NamedTuple):
+    """One call of a unit, from its beginning.
+
+    Attributes:
+        position: the unit's position in this forward; -1 in a recomputation.
+        versions: the version of each input that required a gradient, by its id; empty under no_grad.
+        operation: number of the first differentiable operation of the call.
+    """
+
+    position: int
+    versions: dict[int, int]
+    operation: int
+
+
+class DrivenUnit(Unit):
+    """A unit that follows its module through forward and backward.
+
+    Args:
+        modules: the module and those in it, without those of inner units.
+        contains_units: whether there are inner units.
+
+    Attributes:
+        root: the model that the unit is in; missing before the model is used.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        grid: Grid,
+        shared: Shared,
+        modules: Iterable[nn.Module],
+        *,
+        contains_units: bool,
+    ) -> None:
+        super().__init__(policy, grid, shared)
+        self.root: Root
+        self._contains_units = contains_units
+        self._left_behind = LeftBehind(modules)
+
+    def join(self, root: Root) -> None:
+        """Becomes a unit of this model, when that is first used."""
+        self.root = root
+        for cast in self.casts:  # a layer that was a model of its own before
+            cast.remove()
+        self.casts, self.casts_to = [], None
+        compute = self.policy.precision.compute
+        if self.policy.cast_inputs and compute is not torch.float32:
+            if self is root.unit:
+                self.casts = cast_in_front_of_modules(self, compute)
+            else:
+                self.casts_to = compute
+
+    # ---- forward ----------------------------------------------------------------------------------------
+
+    @never_traced
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
+        """Gathers the parameters, for a call with these arguments; returns what to call it with."""
+        for group in self.groups:
+            follow_requires_grad(group)
+            if (name := group.params.displaced) is not None:
+                raise RuntimeError(
+                    f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
+                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
+                    "resize it) before the model is sharded. torch.func.functional_call, which replaces "
+                    "parameters for one call, is not supported: call it with a plain copy of the model"
+                )
+        if in_backward():
+            # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
+            # have finished its backward already, so that nothing would free it.
+            position = -1
+            self.show(Action.BACKWARD)
+        else:
+            position = self.root.order.current.record(self)
+            self.show(self.root.forward_action, self.root.order.after(position))
+        if self.casts_to is not None:
+            # Others may be tables of a rotary embedding, masks, or a residual, in FP32 on purpose.
+            if args:
+                args = (cast_fp32(args[0], self.casts_to), *args[1:])
+            elif kwargs:
+                name, first = next(iter(kwargs.items()))
+                kwargs = {**kwargs, name: cast_fp32(first, self.casts_to)}
+        return Begun(position, _versions_of(tensors_in((args, kwargs))), next_operation()), args, kwargs
+
+    @never_traced
+    def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
+        """Frees the parameters, or arranges for the backward to find them; returns the outputs.
+
+        Args:
+            begun: what `before_forward` returned.
+            arguments: those that it returned; not kept in between, as a forward may replace what is in them.
+            outputs: result of the forward.
+
+        Raises:
+            RuntimeError: if the forward has written to a parameter, or returned one.
+        """
+        self.writes.end()
+        position, given, first = begun
+        tensors, uses_nothing = tensors_in(outputs), False
+        differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
+        returned = [t for t in differentiable if _is_input(t, given)]
+        if returned:
+            # Two units that return their input would both hook one tensor, and the backward would run the
+            # hooks in the order of registration: the first unit's before the second one's.
+            outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
+            # As in stochastic depth, on this rank: there is no gradient to wait for.  The unit has to be
+            # reduced as early as on the other ranks, or they would wait.
+            uses_nothing = len(returned) == len(differentiable)
+            tensors = tensors_in(outputs)
+            differentiable = [t for t in tensors if t.requires_grad]
+        # Before hooks are registered on the outputs, which are there, too.
+        left = self._left_on_modules(first, differentiable)
+        if differentiable or left:
+            use = self._follow_inputs(tensors_in(arguments))
+            versions = [group.compute_shard.version for group in self.groups]
+            # A recomputation may belong to an earlier forward.
+            forward = None if in_backward() else self.root.order.current
+            # Another call in this forward may have gradients to wait for.
+            is_empty = uses_nothing and not left and forward is not None and forward.units.count(self) == 1
+            hook = partial(self._before_backward, use, is_empty, versions, forward, position)
+            for tensor in differentiable:
+                tensor.register_hook(hook)
+            if not in_backward():
+                for tensor, number in left:
+                    tensor.register_hook(self._hook_for(number, hook))
+                self.root.calls.append(Call(first, next_operation(), hook))
+        if in_backward():
+            return outputs
+        # A backward that starts from an output without visible tensors could not gather them again.
+        is_opaque = torch.is_grad_enabled() and not tensors
+        keeps = (self is self.root.unit and self.keep_as_root) or not self.policy.reshard_after_forward
+        if not is_opaque and not ((differentiable or left) and keeps):
+            self._require_no_parameter(tensors)
+            self.reshard()
+        return outputs
+
+    @never_traced
+    def after_failure(self) -> None:
+        """Ends a forward that has failed.
+
+        Raises:
+            RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
+        """
+        self.writes.end()
+
+    def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
+        """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
+        if not torch.is_grad_enabled() or in_backward():
+            return []
+        left = self._left_behind.since(first)
+        known = set(map(id, outputs)) if left else ()
+        return [each for each in left if id(each[0]) not in known]
+
+    def _hook_for(self, number: int, own: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """The hook of the inner unit that made a tensor, such as one in the outer unit's list of losses."""
+        calls = self.root.calls
+        return next((each.before_backward for each in calls if each.first <= number < each.end), own)
+
+    def _require_no_parameter(self, outputs: list[Tensor]) -> None:
+        """Raises for a returned parameter: reading it after the free would crash."""
+        for group in self.groups:
+            if group.buffer is not None and any(map(group.buffer.holds, outputs)):
+                raise RuntimeError(
+                    f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
+                    "freed now; return a copy (.clone())"
+                )
+
+    def _follow_inputs(self, inputs: list[Tensor]) -> object | None:
+        """Opens a use that ends when the inputs have their gradients; None if none will have one."""
+        awaited = {id(t): t for t in inputs if t.requires_grad}
+        if not awaited:
+            return None
+        use = object()
+
+        def arrived(key: int, _grad: Tensor) -> None:
+            # A leaf input would keep its hook for good.
+            handles.pop(key).remove()
+            if not handles:
+                self._open_uses.discard(use)
+                self._reduce_and_free_if_done()
+
+        handles = {key: tensor.register_hook(partial(arrived, key)) for key, tensor in awaited.items()}
+        return use
+
+    # ---- backward ---------------------------------------------------------------------------------------
+
+    def _before_backward(
+        self,
+        use: object | None,
+        is_empty: bool,
+        versions: list[Version],
+        forward: Forward | None,
+        position: int,
+        _grad: Tensor,
+    ) -> None:
+        for group, version in zip(self.groups, versions, strict=True):
+            group.require_version(version)
+        # autograd notices most such writes, but not those to parts of a pack: it has saved the pack.
+        self.writes.require_none()
+        backward = self.root.begin_backward(forward)
+        self._reached_in.add(backward)
+        if is_empty:
+            self._empty_in.add(backward)
+        if use is not None:
+            self._open_uses.add(use)
+            self._was_followed = True
+        # Modules see them, too: a recomputation inside reads the parameters again.
+        self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, position))
+        # Its sources are the parameters, which are there now.
+        self.derived.restore()
+
+    def landed(self, group: FlatGroup, index: int | None) -> None:
+        """Notes that slot `index` of a trained group, or every slot for None, has its gradient.
+
+        Raises:
+            RuntimeError: if the parameters were not there when it was computed.
+        """
+        if group.state.shard is ShardState.SHARDED:
+            raise RuntimeError(
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN "
+                "in their place: its forward has handed out a tensor beside its outputs (through a closure "
+                "or a global list), or a loss was made of module.weight outside of the forward; return the "
+                "tensor from the forward, or set it as an attribute of a module in the unit"
+            )
+        by_group = self._landed.get(running_backward())
+        if by_group is None:
+            by_group = self._landed[self.root.begin_backward()]
+        landed = by_group[group]
+        if not landed:
+            group.join_step()
+            self.shared.microbatch.awaits_gradients = False
+        if index is None:
+            landed.update(range(group.num_trained))
+        else:
+            landed.add(index)
+        if len(landed) >= group.num_trained:
+            self._reduce_and_free_if_done()
+
+    def _reduce_and_free_if_done(self) -> None:
+        if self._contains_units or self._open_uses:
+            return
+        # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.
+        if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
+            return
+        # Unless no nested backward can bring more, the unit is reduced at the end of the backward.
+        is_complete = self._was_followed and not self.root.backward.is_nested
+        if is_complete and self.root.reduces and any(group.state.takes_part for group in self.groups):
+            self.root.reducer.ready(self.groups)
+        self._free_after_backward()
+
+
+def _versions_of(inputs: list[Tensor]) -> dict[int, int]:
+    if not torch.is_grad_enabled():
+        return {}
+    return {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
+
+
+def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:
+    """Whether an output is an input that the forward has not written to, rather than a result."""
+    return tensor.requires_grad and versions.get(id(tensor)) == tensor._version

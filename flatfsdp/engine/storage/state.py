@@ -1,0 +1,87 @@
+"""`GroupState`: what the host knows of a flat group that changes from one microbatch to the next.
+
+In:   writes of the objects that a group is made of, each of which has the group's state.
+Out:  a copy, which an equal microbatch of a later step leaves as well.
+Next: `group.py` assigns such a copy (`FlatGroup.become`); `engine/replay` compares and keeps them.
+
+Facts are relative, so that a copy holds in another step: "of this step", or "of the master's current values".
+Events and gradients are not facts; they are at the objects that wait for them or hand them over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+Version = tuple[int, int]
+"""Version of a master shard; changes whenever its values may have changed."""
+
+
+class ShardState(Enum):
+    """State of a flat group's gathered buffer."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Facts about one flat group.
+
+    Whoever changes a fact that is compared raises `changes`, before or after.  What only users change, and
+    the version of the master shard, is not counted: PyTorch counts it, or one has to look.
+
+    Attributes:
+        shard: whether the parameters are gathered.
+        has_transposes: whether transposes of FP8 weights have memory.
+        version: version of the master shard that the next three are about; see `of_version`.
+        is_measured: whether the amaxes of FP8 weights are taken.
+        is_scaled: whether the scales of FP8 weights are set.
+        is_cast: whether the compute shard has the values.
+        written: for each slot of `main_grad`, whether it holds gradients of this step; empty if none does.
+        used: slots that have got a gradient on this rank in this step.
+        takes_part: whether the group is reduced in this step.
+        flags_changed: whether a parameter was frozen or unfrozen in this step.
+        changes: number of changes so far.
+        from_autograd: number of gradients that autograd has brought to the optimizer's parameters itself.
+    """
+
+    shard: ShardState = ShardState.SHARDED
+    has_transposes: bool = False
+    version: Version = field(default=(-1, -1), compare=False)
+    is_measured: bool = False
+    is_scaled: bool = False
+    is_cast: bool = False
+    written: list[bool] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
+    takes_part: bool = False
+    flags_changed: bool = field(default=False, compare=False)
+    changes: int = field(default=0, compare=False)
+    from_autograd: int = field(default=0, compare=False)
+
+    def of_version(self, version: Version) -> GroupState:
+        """Itself, without what was made of other values of the master shard than those of `version`."""
+        if version != self.version:
+            self.version = version
+            self.is_measured = self.is_scaled = self.is_cast = False
+        return self
+
+    def end_step(self) -> None:
+        """Forgets what is true of one step only; `main_grad` has dropped its gradients."""
+        self.changes += 1
+        self.takes_part = self.flags_changed = False
+        self.used = set()
+
+    def copy(self) -> GroupState:
+        """A copy for later; nothing is under way then, so that what was being gathered is there."""
+        gathers = self.shard is ShardState.GATHERING
+        shard = ShardState.UNSHARDED if gathers else self.shard
+        return replace(self, shard=shard, written=list(self.written), used=set(self.used))
+
+    def take(self, other: GroupState) -> None:
+        """Takes the facts of a copy, for the master's version that this state is of."""
+        self.changes += 1
+        self.shard, self.has_transposes = other.shard, other.has_transposes
+        self.is_measured, self.is_scaled, self.is_cast = other.is_measured, other.is_scaled, other.is_cast
+        self.written, self.used, self.takes_part = list(other.written), set(other.used), other.takes_part
