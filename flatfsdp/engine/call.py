@@ -2,7 +2,7 @@
 
 In:   the module, and what computes: the wrapped module, or the module's own `__call__`.
 Out:  its outputs; hooks on them start the unit's backward.
-Next: `engine/step/unit.py` gathers and frees; `engine/step/root.py` begins and ends.
+Next: `engine/step/driven_unit.py` gathers and frees; `engine/step/root.py` begins and ends.
 """
 
 from __future__ import annotations

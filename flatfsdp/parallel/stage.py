@@ -2,7 +2,7 @@
 
 In:   a part of a model inside FlatFSDP, and its place in the pipeline.
 Out:  a `PipelineStage` for ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B.
-Next: `microbatch.py` knows which backward is the last; `engine/step/unit.py` reduces in it.
+Next: `microbatch.py` knows which backward is the last; `engine/step/driven_unit.py` reduces in it.
 
     the schedule                    when            what happens here
     sets stage_index_to_group_rank  it is made      refuses split backwards

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.grid import Grid
-from flatfsdp.engine.input_casts import cast_in_front_of_modules
+from flatfsdp.engine.step.input_casts import cast_in_front_of_modules
 from flatfsdp.engine.step.left_behind import LeftBehind
 from flatfsdp.engine.step.prefetch_order import Forward
 from flatfsdp.engine.step.requires_grad import follow_requires_grad

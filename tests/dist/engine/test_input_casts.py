@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, shard
-from flatfsdp.engine.input_casts import is_cast
+from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.both_forms import WAYS, sharded
