@@ -19,9 +19,9 @@ from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
-from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.engine.methods import UnitMethods, whole_units
 from flatfsdp.engine.options import Options, require_known
+from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.engine.units import root_of
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
