@@ -7,6 +7,7 @@ Next: `replayed.py` decides when.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.engine.replay.facts import Surroundings, states_of
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
@@ -60,7 +60,8 @@ class Recording:
         self._arenas = arenas = surroundings.arenas
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
-        before, found = Moved.of(root.shared.ledger), states_of(root)
+        ledger, found = root.shared.ledger, states_of(root)
+        nbytes, calls = Counter(ledger.bytes), Counter(ledger.calls)
         from_autograd = autograds_of(root)
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
         self._reduced: list[Reduced] = []
@@ -85,7 +86,7 @@ class Recording:
         self._first_scaled = [
             scaling for scaling in self.scalings if scaling.has_scales and scaling in lacking
         ]
-        self._moved = Moved.of(root.shared.ledger).since(before)
+        self._nbytes, self._calls = ledger.bytes - nbytes, ledger.calls - calls
 
     def run_first(self) -> Outputs:
         """Runs the microbatch that was just recorded; the engine's state is that after it already."""
@@ -107,7 +108,9 @@ class Recording:
         # A skipped step may have taken away the scales of a first update, which this replay has made again.
         for scaling in self._first_scaled:
             scaling.has_scales = True
-        self._moved.add_to(self._root.shared.ledger)
+        # A replay moves as many bytes.
+        self._root.shared.ledger.bytes.update(self._nbytes)
+        self._root.shared.ledger.calls.update(self._calls)
         # The state that the microbatch would have left, had it run eagerly.
         for group, state in self._changed:
             group.become(state)
@@ -181,34 +184,6 @@ def _abandon(root: Root) -> None:
 def autograds_of(root: Root) -> int:
     """Number of gradients that autograd has brought to the optimizer's parameters itself so far."""
     return sum(group.state.from_autograd for group in root.groups)
-
-
-class Moved:
-    """Counts of a ledger."""
-
-    def __init__(self, nbytes: dict[str, int], calls: dict[str, int]) -> None:
-        self._bytes, self._calls = nbytes, calls
-
-    @classmethod
-    def of(cls, ledger: ByteLedger) -> Moved:
-        """The counts so far."""
-        return cls(dict(ledger.bytes), dict(ledger.calls))
-
-    def since(self, before: Moved) -> Moved:
-        """The counts since `before`."""
-        return Moved(_minus(self._bytes, before._bytes), _minus(self._calls, before._calls))
-
-    def add_to(self, ledger: ByteLedger) -> None:
-        """Adds these counts to the ledger: a replay moves as many bytes."""
-        for kind, nbytes in self._bytes.items():
-            ledger.bytes[kind] += nbytes
-        for kind, calls in self._calls.items():
-            ledger.calls[kind] += calls
-
-
-def _minus(these: dict[str, int], those: dict[str, int]) -> dict[str, int]:
-    left = {kind: count - those.get(kind, 0) for kind, count in these.items()}
-    return {kind: count for kind, count in left.items() if count}
 
 
 def _copies(outputs: Outputs) -> Outputs:

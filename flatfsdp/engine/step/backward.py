@@ -13,16 +13,6 @@ from flatfsdp.engine.step.prefetch_order import Forward
 from flatfsdp.torch_private import call_at_end_of_backward, running_backward
 
 
-class _End:
-    """Callable that autograd keeps until the backward ends, and drops uncalled if the backward fails."""
-
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-
-    def __call__(self) -> None:
-        self._ended()
-
-
 class Backward:
     """The running backward of one model, with the backwards that reentrant checkpointing nests inside.
 
@@ -38,7 +28,7 @@ class Backward:
         self.is_open = False
         self._number = -1
         self._reached: list[Forward] = []
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[Callable[[], None]] | None = None
 
     def is_running(self, number: int) -> bool:
         """Whether the open backward is number `number`, which autograd runs now."""
@@ -61,7 +51,11 @@ class Backward:
     def open(self) -> None:
         """Begins the outermost backward."""
         self._reached.clear()
-        end = _End(self._ended)
+
+        def end() -> None:
+            self._ended()
+
+        # Autograd keeps the function until the backward ends, and drops it uncalled if the backward fails.
         call_at_end_of_backward(end)
         self._end = weakref.ref(end)
         self._number = running_backward()

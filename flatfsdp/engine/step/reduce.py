@@ -30,7 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, raise_to_largest, reduce_scatter
@@ -199,12 +198,11 @@ class Reducer:
         nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
         action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
         with (
-            span("reduce_scatter", first.name, self._shared.microbatch.index, nbytes),
+            first.unit.moving("reduce_scatter", "reduce", nbytes),
             launch(ranks, first.unit.identify(action), self._shared.device, len(payloads)),
         ):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
-        self._shared.ledger.add("reduce", nbytes)
         return shards
 
     def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
@@ -231,11 +229,10 @@ class Reducer:
             reduced = self._cast(reduced, group.unit.policy.precision.reduce)
             nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
             with (
-                span("all_reduce", group.name, self._shared.microbatch.index, nbytes),
+                group.unit.moving("all_reduce", "all_reduce", nbytes),
                 launch(ranks, group.unit.identify(Action.REDUCE_REPLICAS), self._shared.device),
             ):
                 all_reduce(reduced, ranks, mean=division is None)
-            self._shared.ledger.add("all_reduce", nbytes)
         if division is not None:
             reduced.div_(division.after)
         return reduced
@@ -248,11 +245,10 @@ class Reducer:
         reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
         nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
         with (
-            span("tp_all_reduce", group.name, self._shared.microbatch.index, nbytes),
+            group.unit.moving("tp_all_reduce", "tp_all_reduce", nbytes),
             launch(ranks, group.unit.identify(Action.REDUCE_PARTIAL), self._shared.device),
         ):
             all_reduce(reduced, ranks, mean=False)
-        self._shared.ledger.add("tp_all_reduce", nbytes)
         return reduced
 
     def _retire(self) -> None:
@@ -325,10 +321,9 @@ class Reducer:
 
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()
-        with span("download", group.name, self._shared.microbatch.index, nbytes):
+        with group.unit.moving("download", "offload", nbytes):
             host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
             host.copy_(grad, non_blocking=True)
-        self._shared.ledger.add("offload", nbytes)
         return host
 
 

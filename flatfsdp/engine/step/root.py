@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +38,6 @@ logger = logging.getLogger(__name__)
 
 _HOOKS = attrgetter("_backward_hooks")
 _CHANGES = attrgetter("changes")
-
-
-class MemoryPool(Protocol):
-    """Memory beside the buffers of the engine, such as that of recorded microbatches."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer."""
 
 
 class Call(NamedTuple):
@@ -82,7 +74,7 @@ class Root:
         calls: calls of units that have ended in the running forward, inner ones before outer ones.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
-        pools: memory pools of recorded microbatches, as long as there are any.
+        pools: memory beside the buffers, with `nbytes`: that of recorded microbatches, as long as there are any.
     """
 
     def __init__(self, units: Sequence[Unit], policy: Policy, shared: Shared, number: int) -> None:
@@ -104,7 +96,7 @@ class Root:
         self.calls: list[Call] = []
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
-        self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+        self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
         grids = [*(group.grid for group in self.groups), *self.reducer.grids.values()]
         shared.identity = self.identity = ModelIdentity(
             number,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
@@ -118,14 +117,12 @@ class Unit(UnitMember):
         nbytes = sum(group.gathered_bytes for group in groups)
         if not nbytes:
             return
-        shared = self.shared
         with (
-            span("all_gather", self.name, shared.microbatch.index, nbytes),
-            launch(self.grid.shard, self.identify(action), shared.device, len(groups)),
+            self.moving("all_gather", "gather", nbytes),
+            launch(self.grid.shard, self.identify(action), self.shared.device, len(groups)),
         ):
             for group in groups:
                 group.gather()
-        shared.ledger.add("gather", nbytes)
 
     def show(self, action: Action, ahead: Iterable[Unit] = ()) -> None:
         """Gathers the parameters, and lets the module see them.

@@ -8,12 +8,13 @@ model by itself joins a larger model by one assignment to `shared`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from flatfsdp.byte_ledger import ByteLedger
+from flatfsdp.byte_ledger import ByteLedger, Traffic, span
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.streams import SideStream
@@ -70,6 +71,11 @@ class UnitMember:
     def name(self) -> str:
         """Name of the unit, for labels and messages."""
         return self.prefix.rstrip(".") or "root"
+
+    def moving(self, label: str, kind: Traffic, nbytes: float) -> AbstractContextManager[object]:
+        """Counts bytes that the unit moves; returns a context that shows them in a profile by this label."""
+        self.shared.ledger.add(kind, nbytes)
+        return span(label, self.name, self.shared.microbatch.index, int(nbytes))
 
     @property
     def is_used(self) -> bool:
