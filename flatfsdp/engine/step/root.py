@@ -74,7 +74,7 @@ class Root:
         calls: calls of units that have ended in the running forward, inner ones before outer ones.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
-        pools: memory beside the buffers, with `nbytes`: that of recorded microbatches, as long as there are any.
+        pools: memory of recorded microbatches, each with `nbytes`, as long as there are any.
     """
 
     def __init__(self, units: Sequence[Unit], policy: Policy, shared: Shared, number: int) -> None:
