@@ -159,6 +159,7 @@ class Surroundings:
 
     def facts(self) -> Facts:
         """The facts at this moment; `why_not` has been asked before."""
+        # One call of C for each list: a loop in Python over all parameters would take as long as the rest.
         addresses = list(map(_ADDRESS, fetched(self._fixed)))
         # Nobody else has these tensors; only their memory can be exchanged, through others in it.
         addresses += map(_STORED_AT, fetched(self._storages))

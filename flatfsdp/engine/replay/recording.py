@@ -65,6 +65,8 @@ class Recording:
         from_autograd = autograds_of(root)
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
         self._reduced: list[Reduced] = []
+        # Before the capture: reading a scale that is cached from an eager microbatch would leave a cast out of
+        # the graph, and replays would use that scale for good.
         self._renew()
         region = current_region()
         noted: AbstractContextManager[list[Scaling]]
@@ -100,6 +102,7 @@ class Recording:
         if inputs:
             torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self._graph.replay()
+        # The kernels have moved the scales, and the host's copies of them are those of before.
         self._renew()
         if (region := current_region()) is not None:
             region.outermost.has_layers = True
@@ -114,6 +117,7 @@ class Recording:
         # The state that the microbatch would have left, had it run eagerly.
         for group, state in self._changed:
             group.become(state)
+        # Its copy says that it takes no part in the next step; this one counts as reduced because of it.
         for group, _, _ in self._reduced:
             group.join_step()
         if self._reduced:
@@ -161,6 +165,7 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
             "flatfsdp.replayed"
         ) from error
     finally:
+        # The first run of the graph publishes what it reduces, and so does each replay.
         root.publish = publish
     _mark(root, arenas, is_recorded=False)
 
@@ -175,6 +180,7 @@ def _mark(root: Root, arenas: Sequence[Arena], *, is_recorded: bool) -> None:
 def _abandon(root: Root) -> None:
     """Cleans up after a failed recording, none of which will run, so that nothing may wait for it."""
     root.forget_forward()
+    # Without waiting: events of a capture that was given up never happen.
     root.reducer.forget()
     for group in root.groups:
         group.forget_gather()

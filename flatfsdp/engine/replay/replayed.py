@@ -157,6 +157,7 @@ class Replayed(Generic[P, R]):
         root = root_of(self._model)
         if root.in_forward:
             raise RuntimeError("a replayed microbatch inside a forward of the model")
+        # Before the kind is known: what a loop has left behind is of a step that has ended.
         root.drop_left()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
@@ -188,6 +189,7 @@ class Replayed(Generic[P, R]):
             if not surroundings.markers_are_in_place:
                 for group in root.groups:
                     group.drop_if_zeroed()
+        # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
         reason = surroundings.why_not(is_last=key.kind.is_last)
         facts = surroundings.facts()
         seen = self._seen.get(key)
@@ -211,7 +213,9 @@ class Replayed(Generic[P, R]):
             seen.facts, seen.times = None, 0
             return self._results(recording.replay(tensors), seen)
         call = Call(*tree_flatten(arguments))
+        # From here on the microbatch runs, eagerly or in a capture, and writes where replays will write.
         keep_addresses(root, of_sums=self._has_sums)
+        # Taken again: addresses that have just been fixed are facts.
         facts = surroundings.facts()
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
@@ -223,6 +227,7 @@ class Replayed(Generic[P, R]):
         with graphs.watched() as moves:
             outputs = self._call(call, seen, inputs)
         seen.has_penalty = autograds_of(root) != from_autograd
+        # A recording repeats what the random state went through, so two eager runs have to agree on it.
         if moves != seen.moves:
             seen.moves, seen.times = moves, 0
         seen.scalings = root.shared.scales.noted
@@ -240,6 +245,7 @@ class Replayed(Generic[P, R]):
         tensors: list[Tensor],
     ) -> R:
         assert seen.facts is not None and seen.moves is not None
+        # First, so that their memory is in the pool again when the capture takes from it.
         seen.recording = None
         self._make_room()
         _begin(root, seen.scalings, Action.REPLAY, self._number(key))

@@ -145,6 +145,7 @@ class DrivenUnit(Unit):
         Raises:
             RuntimeError: if the forward has written to a parameter, or returned one.
         """
+        # While the parameters are there: a freed one has the version of its placeholder.
         self.writes.end()
         position, given, first = begun
         tensors, uses_nothing = tensors_in(outputs), False
@@ -163,6 +164,7 @@ class DrivenUnit(Unit):
         left = self._left_on_modules(first, differentiable)
         if differentiable or left:
             use = self._follow_inputs(tensors_in(arguments))
+            # The backward gathers again, and has to get what this forward had.
             versions = [group.compute_shard.version for group in self.groups]
             # A recomputation may belong to an earlier forward.
             forward = None if in_backward() else self.root.order.current
@@ -248,12 +250,14 @@ class DrivenUnit(Unit):
             group.require_version(version)
         # autograd notices most such writes, but not those to parts of a pack: it has saved the pack.
         self.writes.require_none()
+        # Before the gather, which it may find to be stale: other weights may have been in place meanwhile.
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
         if is_empty:
             self._empty_in.add(backward)
         if use is not None:
             self._open_uses.add(use)
+            # Without an input that gets a gradient, nothing tells that the module's own backward is over.
             self._was_followed = True
         # Modules see them, too: a recomputation inside reads the parameters again.
         self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, position))
@@ -273,6 +277,7 @@ class DrivenUnit(Unit):
                 "or a global list), or a loss was made of module.weight outside of the forward; return the "
                 "tensor from the forward, or set it as an attribute of a module in the unit"
             )
+        # The common case without the call: this runs once a parameter.
         by_group = self._landed.get(running_backward())
         if by_group is None:
             by_group = self._landed[self.root.begin_backward()]
@@ -288,6 +293,7 @@ class DrivenUnit(Unit):
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
+        # Inner units' backwards may read this unit's parameters, and a use may: both until they are over.
         if self._contains_units or self._open_uses:
             return
         # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.byte_ledger import Traffic
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, raise_to_largest, reduce_scatter
@@ -94,8 +95,10 @@ class Reducer:
     def __init__(self, units: Iterable[Sequence[FlatGroup]], shared: Shared) -> None:
         units = list(units)
         self._norms = NormsOverRanks(group.master for groups in units for group in groups)
+        # The order of a backward, and the same on all ranks, whichever gradients land first on each.
         self._order = units[::-1]
         self._shared = shared
+        # Not the gathers' stream: a reduction waits for its gradients, and a gather would wait with it.
         self._stream = SideStream(shared.device)
         self.grids = {group: _own_grid(group) for groups in units for group in groups}
         self._ready: set[int] = set()
@@ -170,6 +173,7 @@ class Reducer:
         flats = [main_grad.take() for group in groups if (main_grad := group.main_grad) is not None]
         # Allocated on the compute stream, which uses them in the end.
         shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
+        # Taken before the partial sums are replaced: the stream reads these, too.
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
         with self._stream.after_compute():
             sums = self._reduce_scatter(groups, flats, shards)
@@ -180,6 +184,7 @@ class Reducer:
         if group.grid.shard.size == 1:
             return flat
         dtype, kept = group.unit.policy.precision.reduce, _kept(group)
+        # Right into the memory that the optimizer will read; an earlier sum must not lie in it.
         if kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
@@ -190,6 +195,7 @@ class Reducer:
         first = groups[0]
         ranks, division = self.grids[first].shard, first.division
         if division is not None:
+            # Before the cast to a narrow dtype of reduction, whose range is what the division is for.
             for flat in flats:
                 flat.div_(division.before)
         if ranks.size == 1:
@@ -209,9 +215,21 @@ class Reducer:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
         if group.partial_grad is not None or not is_last:
             reduced = self._add_to_partial(group, reduced)
-        if is_last:
-            group.partial_grad = None
-            reduced = self._tp_all_reduce(group, self._all_reduce(group, reduced))
+        if not is_last:
+            return reduced
+        group.partial_grad = None
+        grid, division = self.grids[group], group.division
+        if grid.replicate.size > 1:
+            reduced = self._cast(reduced, group.unit.policy.precision.reduce)
+            mean = division is None
+            self._all_reduce(group, reduced, grid.replicate, "all_reduce", Action.REDUCE_REPLICAS, mean=mean)
+        if division is not None:
+            # Between the two: tensor-parallel ranks have parts of one gradient, not gradients of their own.
+            reduced.div_(division.after)
+        if grid.tensor.size > 1:
+            # In FP32 at least: it is sent once a step, which costs little, and nothing is rounded on the way.
+            reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
+            self._all_reduce(group, reduced, grid.tensor, "tp_all_reduce", Action.REDUCE_PARTIAL, mean=False)
         return reduced
 
     def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
@@ -223,35 +241,18 @@ class Reducer:
         group.partial_grad = reduced
         return reduced
 
-    def _all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        ranks, division = self.grids[group].replicate, group.division
-        if ranks.size > 1:
-            reduced = self._cast(reduced, group.unit.policy.precision.reduce)
-            nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
-            with (
-                group.unit.moving("all_reduce", "all_reduce", nbytes),
-                launch(ranks, group.unit.identify(Action.REDUCE_REPLICAS), self._shared.device),
-            ):
-                all_reduce(reduced, ranks, mean=division is None)
-        if division is not None:
-            reduced.div_(division.after)
-        return reduced
-
-    def _tp_all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        """All-reduces over tensor-parallel ranks in FP32 at least, once a step."""
-        ranks = self.grids[group].tensor
-        if ranks.size == 1:
-            return reduced
-        reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
-        nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
+    def _all_reduce(
+        self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
+    ) -> None:
+        nbytes = 2 * tensor.numel() * tensor.element_size() * (ranks.size - 1) // ranks.size
         with (
-            group.unit.moving("tp_all_reduce", "tp_all_reduce", nbytes),
-            launch(ranks, group.unit.identify(Action.REDUCE_PARTIAL), self._shared.device),
+            group.unit.moving(kind, kind, nbytes),
+            launch(ranks, group.unit.identify(action), self._shared.device),
         ):
-            all_reduce(reduced, ranks, mean=False)
-        return reduced
+            all_reduce(tensor, ranks, mean=mean)
 
     def _retire(self) -> None:
+        # The oldest: its buffers are freed after this, for the compute stream to use again.
         reduction = self._in_flight.popleft()
         compute_waits_for(reduction.done, self._shared.device)
         if reduction.is_complete:
@@ -272,15 +273,15 @@ class Reducer:
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Hands reduced gradients to the optimizer, on its device, adding to those that are there."""
         used = self._used_by_any(reduced)
-        is_offloaded = [group.master.is_offloaded for group, _, _ in reduced]
         grads = [self._download(e.group, e.grad) if e.group.master.is_offloaded else e.grad for e in reduced]
-        if any(is_offloaded):
+        if any(group.master.is_offloaded for group, _, _ in reduced):
             # The optimizer reads them on the host first.
             torch.cuda.current_stream(self._shared.device).synchronize()
         for (group, _, _), grad, of_group in zip(reduced, grads, used, strict=True):
             added = group.master.add_grad(grad, of_group)
             if added:
                 self._shared.ledger.add("accumulate", 3 * added * grad.element_size())
+        # Once all gradients are there: a hook may step an optimizer that has parameters of several groups.
         for (group, _, _), of_group in zip(reduced, used, strict=True):
             of_parameters = of_group if group.master.has_views else repeat(of_group[0])
             for parameter, is_used in zip(group.master.parameters, of_parameters, strict=False):
@@ -314,6 +315,7 @@ class Reducer:
                         raise_to_largest(mask, each)
             compute_waits_for(self._stream.mark(), self._shared.device)
             if asks:
+                # This rank alone waits for its device: every other one knows the answer.
                 found = iter(mask.tolist())
                 for index in indices:
                     answers[index] = tuple(bool(next(found)) for _ in answers[index])

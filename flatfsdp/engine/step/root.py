@@ -81,6 +81,7 @@ class Root:
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
         self.shared = shared
+        # Each object for good, so that a look at all of them takes no detour by their groups.
         self._states = [group.state for group in self.groups]
         self._watched: int | None = None
         self.order = ForwardOrder(policy.prefetch)
@@ -105,11 +106,12 @@ class Root:
             communicators=several(ranks for grid in grids for ranks in grid.dimensions),
             timeout=policy.timeout,
         )
+        # Before the first collective, which carries the unit's number and the model's identity.
         for index, unit in enumerate(units):
             unit.number, unit.shared = index, shared
         for group in self.groups:
             make_equal(group.master, group.unit.identify(Action.BUILD))
-        # Of this step are also facts that a group has no part in changing: a loop may end a step, too.
+        # A loop over microbatches ends a step as well, as it begins or is left, without asking the root.
         shared.microbatch.at_end_of_step.append(self._end_step)
 
     @property
@@ -124,7 +126,9 @@ class Root:
 
     def _end_step(self) -> None:
         for group in self.groups:
-            group.end_step()
+            # A loop ends a step even where nothing has begun: once more for each step.
+            if group.state.is_of_a_step:
+                group.end_step()
 
     def call_before_shutdown(self, method: Callable[[], None]) -> None:
         """Calls a bound method before any of this model's process groups is destroyed, or Python ends.
@@ -152,6 +156,7 @@ class Root:
         Args:
             inputs: arguments of the forward.
         """
+        # First: it raises, and nothing is gathered or begun by then.
         self.look_at_user()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
@@ -166,6 +171,7 @@ class Root:
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, such as an average, written uncounted through `.data`.
             self._expire()
+        # Before the order takes down what is trained, and before scales are taken of what is cast.
         self.follow_user()
         self.order.start(self.units)
         self._refresh_scales()
@@ -250,6 +256,7 @@ class Root:
             has_gradients = any(group.master.has_reduced_grad for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
         self.shared.scales.end_forward()
+        # Not the root's own: its head ran last, and the backward begins with it.
         for unit in self.units[1:]:
             unit.reshard(if_unused=True)
         if not backward_follows:
@@ -307,6 +314,7 @@ class Root:
         """
         if self.in_forward or in_backward():
             raise RuntimeError("unsharded() inside a forward or backward; call it before or after")
+        # Contexts may be nested: the inner one gathers and frees nothing.
         fresh = [unit for unit in self.units if not unit.is_kept]
         look(self.identity)
         self._require_own_memory()
@@ -321,6 +329,7 @@ class Root:
             yield
         finally:
             for unit in fresh:
+                # In this order: a unit that is kept ignores both calls.
                 unit.is_kept = False
                 unit.reshard()
                 unit.expire()
@@ -352,21 +361,26 @@ class Root:
 
     def end_backward(self) -> None:
         """Ends a backward whose gradients have all landed."""
+        # Before the last reductions: with a rank that does something else they would never end.
         look(self.identity)
         if self.reduces:
             # Only now, so that a backward that fails half-way leaves all gradients as they were.
             self.publish(self.reducer.finish())
+        # After the reductions, which took the buffers: what is still there is for the next microbatch.
         for unit in self.units:
             unit.end_of_backward()
         self.backward.close()
         self._finish_uploads()
+        # Last: the end of a step forgets what the units have just asked for, such as who took part.
         self.end_microbatch()
 
     def end_microbatch(self) -> None:
         """Ends a microbatch, and with the last one the step."""
         self.microbatch.index += 1
         if self.microbatch.is_last:
+            # An optimizer may write through `.data`, uncounted, so the next forward casts anew.
             self._expire()
+            # Not in the count of steps, which ranks end at will: all ranks take part in a reduction.
             self.microbatch.steps_reduced += self.reducer.has_units
             self.microbatch.end_step()
         elif self._watched != self.changes:
@@ -383,6 +397,7 @@ class Root:
             logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
         self.backward.close()
         self.microbatch.awaits_gradients = False
+        # Running reductions first: they read buffers that units are about to drop.
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()

@@ -189,6 +189,7 @@ class Unit(UnitMember):
         for group in self.groups:
             if group.main_grad is not None and group.main_grad.holds_gradients:
                 if group.state.takes_part:
+                    # Small gradients wait for each other, but not for those of the next microbatch.
                     group.main_grad.flush()
                 else:
                     # A layer wrote the gradient of a parameter that was frozen after the forward.

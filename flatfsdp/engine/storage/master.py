@@ -191,6 +191,7 @@ class MasterShard:
         self._with_memory = [portion.parameter for portion in filled]
         size = self.flat.element_size()
         self._addresses = [self._address + portion.start * size for portion in filled]
+        # Hooks and places belong to the parameter objects, of which there are new ones.
         self.marks.follow(self.parameters)
         self._place()
 
@@ -383,6 +384,7 @@ class MasterShard:
             published.idle.update(range(len(self.portions)))
             # Weak, so that zeroing the gradients of all portions frees the memory.
             self._published = weakref.ref(published)
+        # Before anything is set: what autograd has brought is in the same `.grad`.
         autograds = self.marks.autograds()
         if not published.idle and not autograds:
             return added

@@ -173,6 +173,7 @@ class UnreducedMarks:
         for index, parameter in enumerate(parameters):
             # PyTorch takes hooks for parameters that are trained, and keeps them while they are frozen.
             trains = parameter.requires_grad
+            # A penalty may reach a parameter that is trained later.
             parameter.requires_grad_(True)
             before = weakly(self, UnreducedMarks._before_autograd, index, weakref.ref(parameter))
             parameter.register_hook(before)
@@ -272,6 +273,7 @@ class UnreducedMarks:
             grad = self._mark(index)
         elif arriving.was_empty:
             self._unplaced[index] = grad
+        # A penalty is no `zero_grad()`.
         if arriving.is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
             self.watched[index] = grad
