@@ -65,8 +65,7 @@ class Recording:
         from_autograd = autograds_of(root)
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
         self._reduced: list[Reduced] = []
-        # Before the capture: reading a scale that is cached from an eager microbatch would leave a cast out of
-        # the graph, and replays would use that scale for good.
+        # What is cached was made outside of the graph, and no replay would refresh it.
         self._renew()
         region = current_region()
         noted: AbstractContextManager[list[Scaling]]
@@ -102,7 +101,7 @@ class Recording:
         if inputs:
             torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self._graph.replay()
-        # The kernels have moved the scales, and the host's copies of them are those of before.
+        # What is cached belongs to this recording: others, and eager microbatches, read the scales again.
         self._renew()
         if (region := current_region()) is not None:
             region.outermost.has_layers = True
