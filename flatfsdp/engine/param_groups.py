@@ -257,14 +257,12 @@ class GroupViews:
     @property
     def model(self) -> object:
         """The same object for all shards of a model; None before the model is used."""
-        places = self._group.master.places
-        return places[0].norms if places else None
+        return self._group.master.in_model.answers
 
     @property
     def number(self) -> int:
         """Number of the shard in its model; 0 before the model is used."""
-        places = self._group.master.places
-        return places[0].shard if places else 0
+        return self._group.master.in_model.number
 
     @property
     def flat(self) -> Tensor:

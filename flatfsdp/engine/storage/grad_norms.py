@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shard_grad import Answer, Place, ShardGrad
+from flatfsdp.engine.storage.shard_grad import Answer, ShardGrad
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
 from flatfsdp.optim.clip import identity_of_norm, norm_over, require_same_grid, widest
 
@@ -43,7 +43,7 @@ class NormsOverRanks:
         self._masters: list[weakref.ref[MasterShard]] = []
         for number, master in enumerate(masters):
             self._masters.append(weakref.ref(master))
-            master.number_in(self, number)
+            master.in_model.answers, master.in_model.number = self, number
         self._writes = 0
         self._answered: int | None = None
 
@@ -63,7 +63,7 @@ class NormsOverRanks:
             self._answered += 1
             return answer.norm
         self._require_whole_model()
-        asked = _Current(self._master(grad.place), grad)
+        asked = _Current(self._master(grad.place.shard.number), grad)
         if self._answered == 1 or not _is_in_place(asked):
             # The other norms were not asked for the last time.
             return self._norms([asked], norm_type)[0]
@@ -91,8 +91,8 @@ class NormsOverRanks:
         own = found.detach().to(masters[0].device)
         found.copy_(norm_over(together, own, math.inf, identity_of_norm(master.unit for master in masters)))
 
-    def _master(self, place: Place) -> MasterShard:
-        master = self._masters[place.shard]()
+    def _master(self, number: int) -> MasterShard:
+        master = self._masters[number]()
         if master is None:
             raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
         return master
@@ -114,7 +114,7 @@ class NormsOverRanks:
 
     def _current(self) -> Iterable[_Current]:
         """The gradients that are there, in the same order on all ranks."""
-        for number, master in enumerate(each() for each in self._masters):
+        for master in (each() for each in self._masters):
             if master is not None and master.marks.is_on and not master.marks.were_zeroed:
                 raise RuntimeError(f"a norm of gradients was asked for while {UNREDUCED}")
             for index, portion in enumerate(() if master is None else master.portions):
@@ -122,7 +122,7 @@ class NormsOverRanks:
                 grad = reduced_grad(portion.parameter, master.grad_attribute)
                 if grad is None:
                     continue
-                if not isinstance(grad, ShardGrad) or grad.place[1:] != (number, index):
+                if not isinstance(grad, ShardGrad) or grad.place != (master.in_model, index):
                     raise RuntimeError(
                         f"the gradient of {master.portion_name(index)} has been replaced by a tensor of "
                         "which nobody knows what other ranks have, and a norm over all ranks was asked for; "

@@ -22,7 +22,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.shard_grad import GradNorms, Place, Published, ShardGrad, plain
+from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
@@ -99,6 +99,8 @@ class MasterShard:
             model that is sharded in place, one view for each slot.
         parameters: the parameters of the portions, in the same order.
         has_views: whether each slot is a portion, even an empty one: the model is sharded in place.
+        in_model: number of the shard in its model, and what asks the model's ranks about gradients.
+        places: whose gradients those of the portions are.
         marks: watch over the `.grad` of the portions while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         generation: number of loads, also from other replicas; any other write raises `flat._version`.
@@ -130,8 +132,8 @@ class MasterShard:
             pin_memory=is_offloaded and device.type == "cuda",
         )
         self.flat = nn.Parameter(shard, requires_grad=trainable)
+        self.in_model = ShardInModel()
         self.marks = UnreducedMarks(state)
-        self._number: tuple[GradNorms, int] | None = None
         self._split: Split | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
@@ -191,24 +193,10 @@ class MasterShard:
         self._with_memory = [portion.parameter for portion in filled]
         size = self.flat.element_size()
         self._addresses = [self._address + portion.start * size for portion in filled]
-        # Hooks and places belong to the parameter objects, of which there are new ones.
-        self.marks.follow(self.parameters)
-        self._place()
-
-    def number_in(self, norms: GradNorms, number: int) -> None:
-        """Has `norms`, which gave this shard its number, answer for norms of its gradients."""
-        self._number = (norms, number)
-        self._place()
-
-    def _place(self) -> None:
+        # Hooks belong to the parameter objects, of which there are new ones.
+        self.places = [Place(self.in_model, index) for index in range(len(portions))]
+        self.marks.follow(self.parameters, self.places)
         self._split = None
-        if self._number is not None:
-            self.marks.places = [Place(*self._number, index) for index in range(len(self.portions))]
-
-    @property
-    def places(self) -> Sequence[Place]:
-        """Places of the portions in the model, for their gradients; empty before the model is used."""
-        return self.marks.places
 
     # ---- whole values -----------------------------------------------------------------------------------
 

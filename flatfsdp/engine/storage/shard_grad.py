@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,17 +40,42 @@ class GradNorms(Protocol):
         """Raises a count of what is not finite to the largest of all ranks.  Collective."""
 
 
+@dataclass(eq=False)
+class ShardInModel:
+    """A master shard, as its gradients know it.
+
+    Attributes:
+        answers: what asks the ranks of the model that the shard is in; None before the model is used.
+        number: number of the shard in the model, the same on all ranks.
+    """
+
+    answers: GradNorms | None = None
+    number: int = 0
+
+    @property
+    def norms(self) -> GradNorms:
+        """What asks the ranks of the model.
+
+        Raises:
+            RuntimeError: before the model is used.
+        """
+        if self.answers is None:
+            raise RuntimeError(
+                "a gradient was asked for its norm before the model's first forward, in which ranks agree on "
+                "who has the other parts; run a forward first"
+            )
+        return self.answers
+
+
 class Place(NamedTuple):
     """Whose gradient a tensor is.
 
     Attributes:
-        norms: of the model that the parameter is in.
-        shard: number of its master shard there.
+        shard: the master shard of the parameter.
         portion: number of the parameter in it, of those that the optimizer has.
     """
 
-    norms: GradNorms
-    shard: int
+    shard: ShardInModel
     portion: int
 
 
@@ -161,7 +187,7 @@ class ShardGrad(Tensor):
                 for grad in _shard_grads(args):
                     grad.zeroings += 1
             elif func == _DATA.__get__:
-                args[0].place.norms.forget()
+                args[0].place.shard.norms.forget()
             return result if func in _ORDINARY else _of_the_same_place(result, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -225,7 +251,7 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
             "norms of positive order of all elements, without out=, are known over all ranks; use "
             ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
-    norm = grad.place.norms.norm(grad, norm_type)
+    norm = grad.place.shard.norms.norm(grad, norm_type)
     if options.get("dtype") is not None:
         norm = norm.to(options["dtype"])
     return norm.reshape(1) if options.get("keepdim") else norm
@@ -237,5 +263,5 @@ def _norms(tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | Non
 
 
 def _shared_nonfinite(grads: Sequence[Tensor], found: Tensor) -> None:
-    for norms in dict.fromkeys(grad.place.norms for grad in grads if isinstance(grad, ShardGrad)):
+    for norms in dict.fromkeys(grad.place.shard.norms for grad in grads if isinstance(grad, ShardGrad)):
         norms.share_nonfinite(found)

@@ -122,8 +122,6 @@ class UnreducedMarks:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._places: Sequence[Place] = ()
-        # What autograd has brought before there were places.
-        self._unplaced: dict[int, Tensor] = {}
         self.is_on = False
         self.parameters: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
@@ -132,19 +130,6 @@ class UnreducedMarks:
         self._zeroings: list[int] = []
         self._arriving: dict[int, _Arriving] = {}
         self._brought: set[int] = set()
-
-    @property
-    def places(self) -> Sequence[Place]:
-        """Places of the parameters in the model; empty before it is used."""
-        return self._places
-
-    @places.setter
-    def places(self, places: Sequence[Place]) -> None:
-        self._places = places
-        for index, grad in self._unplaced.items():
-            if self.parameters[index].grad is grad:
-                self._mark(index)
-        self._unplaced.clear()
 
     def _mark(self, index: int) -> Tensor:
         """Marks the gradient that autograd has brought to a parameter by itself."""
@@ -165,10 +150,9 @@ class UnreducedMarks:
         """Notes that these have been added to reduced gradients."""
         self._brought.clear()
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+    def follow(self, parameters: Sequence[nn.Parameter], places: Sequence[Place]) -> None:
         """Follows the gradients of these parameters from now on."""
-        self.parameters, self._markers = parameters, ()
-        self._unplaced.clear()
+        self.parameters, self._places, self._markers = parameters, places, ()
         self._brought.clear()
         for index, parameter in enumerate(parameters):
             # PyTorch takes hooks for parameters that are trained, and keeps them while they are frozen.
@@ -269,10 +253,8 @@ class UnreducedMarks:
         assert grad is not None
         self._state.changes += 1
         self._state.from_autograd += 1
-        if arriving.was_empty and self._places:
+        if arriving.was_empty:
             grad = self._mark(index)
-        elif arriving.was_empty:
-            self._unplaced[index] = grad
         # A penalty is no `zero_grad()`.
         if arriving.is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
