@@ -263,7 +263,8 @@ def test_operands_are_views_of_the_flat_buffer(rank: int) -> None:
 
     def look(layer: QKV, *_: Any) -> None:
         (weight, _) = layer.found
-        fp8 = next(g.fp8 for _, g in named_groups(model) if g.fp8 is not None and g.prefix in ("layers.1.",))
+        groups = (group for _, group in named_groups(model) if group.unit.prefix == "layers.1.")
+        fp8 = next(group.fp8 for group in groups if group.fp8 is not None)
         operand = FP8_OPERAND.of(weight)()
         parts = [FP8_OPERAND.of(part.weight)() for part in layer.parts.values()]
         rows = operand.rowwise.split(list(ROWS.values()))

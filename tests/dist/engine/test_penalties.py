@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from flatfsdp import shard
 from tests.support.both_forms import WAYS
 from tests.support.ranks import on_ranks
 from tests.support.twins import Microbatch, Penalty, Twins, Update, slot_net
@@ -134,3 +136,12 @@ def test_the_penalty_is_not_divided_by_the_number_of_ranks(rank: int) -> None:
         if other.grad is not None:
             expected += other.grad.as_subclass(torch.Tensor)
         torch.testing.assert_close(parameter.grad.as_subclass(torch.Tensor), expected)
+
+
+def test_the_norm_of_a_penalty_before_the_first_forward_raises() -> None:
+    """Nobody knows yet which ranks have the other parts."""
+    (weight,) = shard(nn.Linear(3, 2, bias=False)).parameters()
+    weight.pow(2).sum().backward()
+    with pytest.raises(RuntimeError, match="before the model's first forward"):
+        weight.grad.norm()
+    assert torch.equal(weight.grad.as_subclass(torch.Tensor), 2 * weight.detach())
