@@ -141,12 +141,11 @@ class Replayed(Generic[P, R]):
     def __init__(self, model: nn.Module, microbatch: Callable[P, R]) -> None:
         self._model = _checked(model)
         self._microbatch = microbatch
-        self._device = self._model.fsdp_state.shared.device
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
         self._surroundings: Surroundings | None = None
         self._said: set[str] = set()
         self._numbers: dict[Key, int] = {}
-        self._graphs = graphs_on(self._device)
+        self._graphs = graphs_on(self._model.fsdp_state.shared.device)
         self._has_sums = False
         self.replays = 0
 
@@ -222,7 +221,7 @@ class Replayed(Generic[P, R]):
         if reason is None and seen.times >= WARM_UP:
             return self._record(graphs, root, key, call, seen, surroundings, tensors)
         _begin(root, (), Action.MICROBATCH, 0)
-        inputs = [each.to(self._device, non_blocking=True) for each in tensors]
+        inputs = [each.to(root.shared.device, non_blocking=True) for each in tensors]
         from_autograd = autograds_of(root)
         with graphs.watched() as moves:
             outputs = self._call(call, seen, inputs)
@@ -249,7 +248,7 @@ class Replayed(Generic[P, R]):
         seen.recording = None
         self._make_room()
         _begin(root, seen.scalings, Action.REPLAY, self._number(key))
-        inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
+        inputs = [torch.empty_like(each, device=root.shared.device).copy_(each) for each in tensors]
         try:
             recording = Recording(
                 graphs, root, surroundings, partial(self._call, call, seen), inputs, seen.moves
