@@ -146,14 +146,20 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
     Args:
         reduced: gets what the microbatch reduces.
     """
-    publish = root.publish
-    _mark(root, arenas, is_recorded=True)
-    # Nothing has run: there is no gradient yet that an optimizer could take.
-    root.publish = reduced.extend
+    # Nothing has run when it is published: there is no gradient yet that an optimizer could take.
+    publish, root.publish = root.publish, reduced.extend
+    # A recorded collective runs later, and more than once: the number that it carries would be an old one.
+    root.shared.checks = False
+    for arena in arenas:
+        arena.is_recorded = True
     try:
-        yield
+        try:
+            yield
+        finally:
+            root.publish, root.shared.checks = publish, True
+            for arena in arenas:
+                arena.is_recorded = False
     except BaseException as error:
-        _mark(root, arenas, is_recorded=False)
         _abandon(root)
         if not isinstance(error, RuntimeError):
             raise
@@ -163,17 +169,6 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
             f"another number of backwards than one ({error}); compute that outside of it, or train without "
             "flatfsdp.replayed"
         ) from error
-    finally:
-        # The first run of the graph publishes what it reduces, and so does each replay.
-        root.publish = publish
-    _mark(root, arenas, is_recorded=False)
-
-
-def _mark(root: Root, arenas: Sequence[Arena], *, is_recorded: bool) -> None:
-    # A recorded collective runs later, and more than once: the number that it carries would be an old one.
-    root.shared.checks = not is_recorded
-    for arena in arenas:
-        arena.is_recorded = is_recorded
 
 
 def _abandon(root: Root) -> None:

@@ -87,17 +87,16 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     return Replayed(model, microbatch)
 
 
-class Kind(NamedTuple):
-    """Place of a microbatch in its step: first, last, both or neither."""
+class Key(NamedTuple):
+    """Key of a recording.
+
+    Attributes:
+        is_first, is_last: place of the microbatch in its step: first, last, both or neither.
+        arguments: their description, from `_describe`.
+    """
 
     is_first: bool
     is_last: bool
-
-
-class Key(NamedTuple):
-    """Key of a recording: place in the step, and a description of the arguments from `_describe`."""
-
-    kind: Kind
     arguments: Hashable
 
 
@@ -160,10 +159,10 @@ class Replayed(Generic[P, R]):
         root.drop_left()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
-        kind = Kind(root.microbatch.index == 0, root.microbatch.is_last)
-        self._has_sums = self._has_sums or not (kind.is_first and kind.is_last)
+        key = Key(root.microbatch.index == 0, root.microbatch.is_last, arguments)
+        self._has_sums = self._has_sums or not (key.is_first and key.is_last)
         with self._graphs.beside():
-            return self._run(self._graphs, root, Key(kind, arguments), (args, kwargs), tensors)
+            return self._run(self._graphs, root, key, (args, kwargs), tensors)
 
     def release(self) -> None:
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
@@ -179,7 +178,7 @@ class Replayed(Generic[P, R]):
             root.call_before_shutdown(self.release)
             _follow_stream(root)
         surroundings = self._surroundings
-        if key.kind.is_first:
+        if key.is_first:
             root.look_at_user()
             root.follow_user()
         else:
@@ -189,7 +188,7 @@ class Replayed(Generic[P, R]):
                 for group in root.groups:
                     group.drop_if_zeroed()
         # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
-        reason = surroundings.why_not(is_last=key.kind.is_last)
+        reason = surroundings.why_not(is_last=key.is_last)
         facts = surroundings.facts()
         seen = self._seen.get(key)
         if seen is None:
