@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
-from flatfsdp.engine.replay.facts import OfGroups, Surroundings
+from flatfsdp.engine.replay.facts import Surroundings
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
@@ -164,16 +164,17 @@ def _uses_of_memory(tensor: Tensor) -> int:
     return uses_of_memory(tensor) - sum(tape.aliases[memory] for tape in _tapes)
 
 
-_look_at_groups = Surroundings._look_at_groups
+_collected = Surroundings._collected
 _are_in_place: Any = Surroundings.markers_are_in_place
 _end_microbatch = Root.end_microbatch
 
 
-def _looking_at_groups(surroundings: Surroundings) -> OfGroups:
-    found, known = _look_at_groups(surroundings), surroundings._of_groups
-    surroundings._of_groups = None
-    assert found == _look_at_groups(surroundings), "a group has changed, and no change was counted"
-    surroundings._of_groups = known
+def _collecting(surroundings: Surroundings) -> Any:
+    found = _collected(surroundings)
+    surroundings._known = None
+    again = _collected(surroundings)
+    assert found.of_groups == again.of_groups, "a group has changed, and no change was counted"
+    surroundings._known = found
     return found
 
 
@@ -195,7 +196,7 @@ def taped() -> Iterator[None]:
     with (
         mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
         mock.patch("flatfsdp.engine.storage.kept_grad.uses_of_memory", _uses_of_memory),
-        mock.patch.object(Surroundings, "_look_at_groups", _looking_at_groups),
+        mock.patch.object(Surroundings, "_collected", _collecting),
         mock.patch.object(Surroundings, "markers_are_in_place", property(_looking_at_markers)),
         mock.patch.object(Root, "end_microbatch", _looking_at_watches),
     ):

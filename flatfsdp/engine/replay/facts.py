@@ -63,18 +63,20 @@ class OfGroups(NamedTuple):
     trained: list[list[bool]]
 
 
-class _Markers(NamedTuple):
-    """Parameters whose `.grad` is watched, and what is in it.
+class _Collected(NamedTuple):
+    """What holds as long as the engine changes no group, and nobody a master shard.
 
     Attributes:
-        changes: number of changes to groups when these were collected.
-        are_all: whether nothing but markers is watched.
+        at: number of changes to groups, and versions of all master shards, when it was collected.
+        of_groups: facts of all groups.
+        watched: parameters whose `.grad` is watched.
+        markers: what is in their `.grad`; None if some of it is no marker.
     """
 
-    changes: int
-    parameters: list[nn.Parameter]
-    markers: list[Tensor]
-    are_all: bool
+    at: tuple[int, list[int]]
+    of_groups: OfGroups
+    watched: list[nn.Parameter]
+    markers: list[Tensor] | None
 
 
 def states_of(root: Root) -> list[GroupState]:
@@ -132,8 +134,7 @@ class Surroundings:
         self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
         self._hooks = [hooks for module in modules for hooks in _hooks_of(module)]
         self._sort_hooks()
-        self._of_groups: tuple[Any, OfGroups] | None = None
-        self._markers: _Markers | None = None
+        self._known: _Collected | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -166,7 +167,7 @@ class Surroundings:
         of_modules = chain.from_iterable(map(dict.values, fetched(self._buffers)))
         buffers = [buffer for buffer in of_modules if buffer is not None]
         return Facts(
-            self._look_at_groups(),
+            self._collected().of_groups,
             self._recorded,
             [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
             list(map(_REQUIRES_GRAD, fetched(self._flagged))),
@@ -181,30 +182,29 @@ class Surroundings:
         """The buffers of all FP8 layers."""
         return list(chain.from_iterable(map(dict.values, fetched(self._of_layers))))
 
-    def _look_at_groups(self) -> OfGroups:
-        """Facts of all groups; the same object as long as they cannot have changed."""
+    def _collected(self) -> _Collected:
+        """What is known of all groups; the same object as long as it cannot have changed."""
+        root, known = self._root, self._known
         # A write to a master shard makes what was cast from it stale, and only its version tells.
-        root = self._root
-        now = root.changes, list(map(_VERSION, self._flats))
-        if self._of_groups is None or self._of_groups[0] != now:
+        at = root.changes, list(map(_VERSION, self._flats))
+        if known is None or known.at != at:
             sums = [0 if group.main_grad is None else group.main_grad.address for group in root.groups]
             trained = [group.params.trained for group in root.groups]
-            self._of_groups = now, OfGroups(states_of(root), sums, trained)
-        return self._of_groups[1]
+            marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
+            are_markers = all(each.are_all_markers for each in marks)
+            self._known = known = _Collected(
+                at,
+                OfGroups(states_of(root), sums, trained),
+                [parameter for each in marks for parameter in each.parameters],
+                [marker for each in marks for marker in each.watched] if are_markers else None,
+            )
+        return known
 
     @property
     def markers_are_in_place(self) -> bool:
         """Whether every `.grad` is a marker, where it was put; if not, each of the groups has to be asked."""
-        if self._markers is None or self._markers.changes != self._root.changes:
-            marks = [group.master.marks for group in self._root.groups if group.master.marks.is_on]
-            self._markers = _Markers(
-                self._root.changes,
-                [parameter for each in marks for parameter in each.parameters],
-                [marker for each in marks for marker in each.watched],
-                all(each.are_all_markers for each in marks),
-            )
-        _, parameters, markers, are_all = self._markers
-        return are_all and all(map(is_, map(_GRAD_OF, fetched(parameters)), fetched(markers)))
+        _, _, watched, markers = self._collected()
+        return markers is not None and all(map(is_, map(_GRAD_OF, fetched(watched)), fetched(markers)))
 
     def _have_scales(self) -> list[bool]:
         known = list(map(_KNOWN, fetched(self._of_scalings)))
