@@ -131,16 +131,6 @@ class UnreducedMarks:
         self._arriving: dict[int, _Arriving] = {}
         self._brought: set[int] = set()
 
-    def _mark(self, index: int) -> Tensor:
-        """Marks the gradient that autograd has brought to a parameter by itself."""
-        parameter = self.parameters[index]
-        assert parameter.grad is not None
-        grad = ShardGrad.of(parameter.grad, self._places[index])
-        grad.is_autograds = True
-        parameter.grad = grad
-        self._brought.add(index)
-        return grad
-
     def autograds(self) -> dict[int, ShardGrad]:
         """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
         found = ((index, self.parameters[index].grad) for index in self._brought)
@@ -254,7 +244,9 @@ class UnreducedMarks:
         self._state.changes += 1
         self._state.from_autograd += 1
         if arriving.was_empty:
-            grad = self._mark(index)
+            parameter.grad = grad = ShardGrad.of(grad, self._places[index])
+            grad.is_autograds = True
+            self._brought.add(index)
         # A penalty is no `zero_grad()`.
         if arriving.is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
