@@ -11,29 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
 from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
+from flatfsdp.flat.packing import PackedParams
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 _DICT_OF, _PARAMETERS_OF = attrgetter("__dict__"), attrgetter("_parameters")
-
-
-class PackedParams(NamedTuple):
-    """Parameters that are one GEMM operand, before they are packed.
-
-    Attributes:
-        name: name that the first owner gives the operand, with the owner's path.
-        owners: modules that multiply with it, each with its own name for it.
-    """
-
-    name: str
-    parts: tuple[nn.Parameter, ...]
-    owners: tuple[tuple[nn.Module, str], ...]
 
 
 class Binding:

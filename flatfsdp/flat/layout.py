@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
 from flatfsdp.contract.placement import Partition, Placement
-from flatfsdp.flat.packing import PackedSlot, find_pack, runs_of
+from flatfsdp.flat.packing import PackedSlot, why_not_pack
 
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements.  Even at one byte an element these
@@ -136,7 +137,7 @@ class FlatLayout:
             slot = ParamSlot(spec.name, shape, spec.role, offset, spec.placement, spec.partition)
             slots.append(slot)
             cursor = slot.end
-        found = [find_pack(name, parts, slots) for name, parts in packs]
+        found = [_find_pack(name, parts, slots) for name, parts in packs]
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
         return FlatLayout(tuple(slots), cursor, tuple(in_order))
 
@@ -145,9 +146,15 @@ class FlatLayout:
         return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of slots that are one operand, in order: packs, and slots by themselves."""
-        return runs_of(len(self.slots), self.packs)
+    def runs(self) -> tuple[PackedSlot, ...]:
+        """What GEMMs read as one operand, in order: packs, and slots by themselves."""
+        packed = {slot for pack in self.packs for slot in pack.slots}
+        singles = [
+            PackedSlot(slot.name, index, index + 1, slot.shape, slot.offset)
+            for index, slot in enumerate(self.slots)
+            if index not in packed
+        ]
+        return tuple(sorted([*self.packs, *singles], key=lambda run: run.first))
 
     @property
     def role(self) -> Role:
@@ -198,7 +205,20 @@ class FlatLayout:
 
     def pack_views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, one a pack, in the packs' shapes."""
-        return [flat.narrow(0, pack.offset, pack.numel).view(pack.shape) for pack in self.packs]
+        return [pack.view_of(flat) for pack in self.packs]
+
+
+def _find_pack(name: str, parts: Sequence[str], slots: Sequence[ParamSlot]) -> PackedSlot | None:
+    """Makes the pack of the slots with these names; None if there are gaps between them."""
+    first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
+    members = slots[first : first + len(parts)]
+    if [slot.name for slot in members] != list(parts) or why_not_pack([slot.shape for slot in members], 1):
+        return None
+    if any(before.end != after.offset for before, after in pairwise(members)):
+        return None
+    rows = sum(slot.shape[0] for slot in members)
+    shape = (rows, *members[0].shape[1:])
+    return PackedSlot(name, first, first + len(parts), shape, members[0].offset)
 
 
 def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:

@@ -99,8 +99,8 @@ def _partners(layouts: Sequence[FlatLayout], device: torch.device) -> Tensor | N
     runs: list[range] = []
     for layout in layouts:
         start = len(runs)
-        for first, last in layout.runs:
-            runs += [range(start + first, start + last)] * (last - first)
+        for run in layout.runs:
+            runs += [range(start + run.first, start + run.last)] * len(run.slots)
     longest = max(map(len, runs), default=1)
     if longest == 1:
         return None

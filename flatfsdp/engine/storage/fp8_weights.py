@@ -13,47 +13,22 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.operand import FP8_WEIGHTS, Operand
+from flatfsdp.contract.operand import Operand
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.state import GroupState
-from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
-from flatfsdp.flat.sites import Site
+from flatfsdp.flat.layout import FlatLayout, gaps_and_runs
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
 
 FP8_DTYPE = torch.float8_e4m3fn
-
-
-def roles(
-    module: nn.Module,
-    parameters: Iterable[nn.Parameter],
-    read_by_others: Collection[tuple[nn.Module, str]] = (),
-) -> dict[nn.Parameter, Role]:
-    """Chooses how to store each parameter if FP8 weights are wanted.
-
-    A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`, or leaves it to
-    another module that does.
-
-    Args:
-        read_by_others: (module, attribute) of weights that a layer reads which belong to another module.
-    """
-    parameters = list(parameters)
-
-    def is_declared(site: Site) -> bool:
-        named = site.attribute in FP8_WEIGHTS.of(site.module)()
-        return named or (site.module, site.attribute) in read_by_others
-
-    sites_of = zip(parameters, Binding.of(module, parameters).sites, strict=True)
-    return {p: Role.FP8 if all(map(is_declared, sites)) else Role.COMPUTE for p, sites in sites_of}
 
 
 class FP8Weights:
@@ -104,15 +79,13 @@ class FP8Weights:
         forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
         # The scales of a pack's parts are equal.
         self._operands = {
-            first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
-            for (first, _), rowwise, columnwise in forms
+            run.first: Operand(None, rowwise, columnwise, *[singles[run.first].scale_inv] * 2)
+            for run, rowwise, columnwise in forms
         }
 
     def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
         """Cuts a flat buffer into operands of GEMMs: packs, and single weights, in order."""
-        views = dict(enumerate(layout.views(flat)))
-        views.update((j.first, view) for j, view in zip(self._packs, layout.pack_views(flat), strict=True))
-        return [views[first] for first, _ in self._runs]
+        return [run.view_of(flat) for run in self._runs]
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
         """The transposes of the operands, as views of a buffer of the same layout."""

@@ -3,7 +3,7 @@
 In:   parameters of one unit that are trained and stored alike, packed by `flat/layout.py`.
 Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
       an operand of GEMMs instead (`fp8_weights.py`).
-Next: `engine/step/gather_and_free.py` gathers all groups of a unit; gradients land in `MainGrad`, which
+Next: `engine/step/unit.py` gathers all groups of a unit; gradients land in `MainGrad`, which
       `engine/step/reduce.py` reduces.
 
     master shard --cast, once a step--> compute shard --all-gather--> flat buffer <--alias-- module.weight

@@ -51,8 +51,8 @@ class MainGrad:
 
     def __init__(self, layout: FlatLayout, unit: UnitMember, state: GroupState) -> None:
         self._layout = layout
-        # Parameters have the buffer's methods, and graphs in C++ keep parameters: a way back from here to those
-        # graphs would be a circle that no garbage collection sees.
+        # Parameters have the buffer's methods, and graphs in C++ keep parameters: a way back from here to
+        # those graphs would be a circle that no garbage collection sees.
         self._unit: UnitMember = weakref.proxy(unit)
         self._state = state
         num_shards = unit.grid.shard.size
