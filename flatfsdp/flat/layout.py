@@ -41,7 +41,12 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter to be packed, before it has a place."""
+    """One parameter to be packed, before it has a place.
+
+    Attributes:
+        shape: shape of the parameter, or of this tensor-parallel rank's part if it is split.
+        partition: split over tensor-parallel ranks; None if it is not split.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -51,20 +56,14 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class ParamSlot:
+class ParamSlot(ParamSpec):
     """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
 
     Attributes:
-        shape: shape of the parameter, or of this tensor-parallel rank's part if it is split.
-        partition: split over tensor-parallel ranks; None if it is not split.
+        offset: start of the slot in the flat buffer.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-    offset: int
-    placement: Placement = Placement.EQUAL
-    partition: Partition | None = None
+    offset: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -132,11 +131,11 @@ class FlatLayout:
                     f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
                     f"{slots[0].role.value}; pack them into two layouts"
                 )
+            # Independent of the number of ranks, so that other numbers of ranks can read a checkpoint.
             offset = _round_up(cursor, ELEMENT_ALIGNMENT)
             shape = tuple(spec.shape)
-            slot = ParamSlot(spec.name, shape, spec.role, offset, spec.placement, spec.partition)
-            slots.append(slot)
-            cursor = slot.end
+            slots.append(ParamSlot(spec.name, shape, spec.role, spec.placement, spec.partition, offset))
+            cursor = slots[-1].end
         found = [_find_pack(name, parts, slots) for name, parts in packs]
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
         return FlatLayout(tuple(slots), cursor, tuple(in_order))

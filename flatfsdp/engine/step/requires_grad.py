@@ -47,7 +47,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
             _require_together(group, shown, listed)
             return
     if any(wanted) and group.main_grad is None:
-        if group.fp8 is not None:
+        if group.compute_shard.is_cast_once_a_load:
             raise RuntimeError(
                 f"unit {group.name} was sharded with frozen weights that it stores in FP8.  They are cast "
                 "once a load, so they cannot be trained; call requires_grad_(True) before the model is "

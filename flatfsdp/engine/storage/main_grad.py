@@ -46,6 +46,7 @@ class MainGrad:
         state: facts about the group, of which `written` and `used` are written here.
 
     Attributes:
+        tensor: the buffer; None while there is none.
         stays: whether the buffer is kept for good, see `stay`.
     """
 
@@ -59,7 +60,7 @@ class MainGrad:
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
         self._dtype = unit.policy.precision.accumulate
-        self._tensor: Tensor | None = None
+        self.tensor: Tensor | None = None
         self._views: list[Tensor] = []
         self._pack_views: list[Tensor] = []
         self._waiting: dict[int, Tensor] = {}
@@ -72,19 +73,14 @@ class MainGrad:
         return bool(self._state.written or self._waiting)
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The buffer; None while there is none."""
-        return self._tensor
-
-    @property
     def address(self) -> int:
         """Address of the buffer; 0 while there is none."""
-        return 0 if self._tensor is None else self._tensor.data_ptr()
+        return 0 if self.tensor is None else self.tensor.data_ptr()
 
     def stay(self) -> None:
         """Keeps the buffer for good, at one address."""
         self.stays = True
-        if self._tensor is None:
+        if self.tensor is None:
             self._allocate()
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
@@ -197,8 +193,8 @@ class MainGrad:
         self._open()
         state = self._state
         if not any(state.written) or all(state.written):
-            assert self._tensor is not None
-            self._accumulate(self._tensor, grad, first=not any(state.written))
+            assert self.tensor is not None
+            self._accumulate(self.tensor, grad, first=not any(state.written))
             state.written = [True] * len(state.written)
             state.used.update(used)
             return
@@ -215,7 +211,7 @@ class MainGrad:
         for view, written in zip(views, self._state.written, strict=True):
             if not written:
                 view.zero_()
-        tensor = self._tensor
+        tensor = self.tensor
         assert tensor is not None
         self.drop()
         return tensor
@@ -224,7 +220,7 @@ class MainGrad:
         """Drops the gradients, and the buffer unless it stays."""
         self._state.changes += 1
         if not self.stays:
-            self._tensor, self._views, self._pack_views = None, [], []
+            self.tensor, self._views, self._pack_views = None, [], []
         self._state.written, self._waiting = [], {}
         self.show()
 
@@ -242,7 +238,7 @@ class MainGrad:
         """Views of the slots; something is about to land."""
         self._state.changes += 1
         if not self._state.written:
-            if self._tensor is None:
+            if self.tensor is None:
                 self._allocate()
             self._state.written = [False] * len(self._views)
             self.show()
@@ -250,13 +246,13 @@ class MainGrad:
 
     def _allocate(self) -> None:
         self._state.changes += 1
-        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
+        self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
         if self._unit.policy.debug.poison_on_free:
-            self._tensor.fill_(torch.nan)
+            self.tensor.fill_(torch.nan)
         for start, stop in self._gaps:
-            self._tensor[start:stop].zero_()
-        self._views = self._layout.views(self._tensor)
-        self._pack_views = self._layout.pack_views(self._tensor)
+            self.tensor[start:stop].zero_()
+        self._views = self._layout.views(self.tensor)
+        self._pack_views = self._layout.pack_views(self.tensor)
 
     def show(self) -> None:
         """Gives the exposed parameters their `main_grad`, once gradients have landed."""
