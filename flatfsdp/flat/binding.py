@@ -45,10 +45,12 @@ class Binding:
         self.is_moved = False
         self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
+        # One tuple of modules, one of attributes, one of slots, for `_are_in_place`.
         places = [
             (site.module, site.attribute, slot) for slot, group in enumerate(self.sites) for site in group
         ]
         self._flat_sites: tuple[tuple[Any, ...], ...] = tuple(zip(*places, strict=True)) or ((), (), ())
+        # For `register`: state-dict keys come in this order.
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
@@ -75,6 +77,7 @@ class Binding:
         for site, parameter in parameter_sites(module):
             if parameter in found:
                 found[parameter].append(site)
+        # Before anything is taken out of the module.
         for parameter, sites in found.items():
             if not sites:
                 raise ValueError(
@@ -151,6 +154,7 @@ class Binding:
             return
         for sites, tensor in zip(self.sites, tensors, strict=True):
             for site in sites:
+                # What is registered would be listed, and given to an optimizer.
                 site.module._parameters.pop(site.attribute, None)
                 assign(site, tensor)
                 if isinstance(tensor, nn.Parameter):
@@ -189,6 +193,7 @@ class Binding:
         self.is_registered = True
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
+                # A plain attribute would hide the registered parameter.
                 site.module.__dict__.pop(site.attribute, None)
                 assign(site, parameter)
         for module, names in self._order.items():

@@ -126,6 +126,7 @@ class FlatLayout:
                     f"two parameters are called {spec.name!r}; names in a flat layout are unique"
                 )
             names.add(spec.name)
+            # A buffer has one dtype.
             if slots and spec.role is not slots[0].role:
                 raise ValueError(
                     f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
@@ -137,6 +138,7 @@ class FlatLayout:
             slots.append(ParamSlot(spec.name, shape, spec.role, spec.placement, spec.partition, offset))
             cursor = slots[-1].end
         found = [_find_pack(name, parts, slots) for name, parts in packs]
+        # They were found in the order of their layers, which need not be that of the parameters.
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
         return FlatLayout(tuple(slots), cursor, tuple(in_order))
 
@@ -167,6 +169,7 @@ class FlatLayout:
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""
+        # Shards start at aligned addresses, too, because each is read and sent by itself.
         return _round_up(-(-self.numel // num_shards), ELEMENT_ALIGNMENT)
 
     def padded_numel(self, num_shards: int) -> int:
@@ -181,6 +184,7 @@ class FlatLayout:
     def piece(self, slot: ParamSlot, rank: int, num_shards: int) -> Piece | None:
         """Piece of this slot in shard `rank` of `num_shards`; None if the shard has none of it."""
         length = self.shard_numel(num_shards)
+        # A shard may begin or end inside a slot.
         low = rank * length
         start, stop = max(low, slot.offset), min(low + length, slot.end)
         return Piece(slot, start - slot.offset, stop - slot.offset, start - low) if start < stop else None
@@ -199,6 +203,7 @@ class FlatLayout:
         Differentiable if `flat` is: one split over the whole buffer, whose backward is the one concat
         that `optimize_backward_concat` avoids.
         """
+        # `split` returns gaps and slots in turn, and the tail.
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
 
@@ -211,10 +216,12 @@ def _find_pack(name: str, parts: Sequence[str], slots: Sequence[ParamSlot]) -> P
     """Makes the pack of the slots with these names; None if there are gaps between them."""
     first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
     members = slots[first : first + len(parts)]
+    # No alignment is asked for: what it would cause, a gap, is looked for below.
     if [slot.name for slot in members] != list(parts) or why_not_pack([slot.shape for slot in members], 1):
         return None
     if any(before.end != after.offset for before, after in pairwise(members)):
         return None
+    # One below the other: the rows have one shape, and there is no gap between them.
     rows = sum(slot.shape[0] for slot in members)
     shape = (rows, *members[0].shape[1:])
     return PackedSlot(name, first, first + len(parts), shape, members[0].offset)

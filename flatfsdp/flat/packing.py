@@ -110,6 +110,7 @@ class Packs:
                 if pack.name in FP8_WEIGHTS.of(owner)():
                     self._read_in_fp8.update(pack.parts)
                 if len(pack.parts) == 1:
+                    # It has nothing beside it; it only says who reads its part.
                     continue
                 registered = [module._parameters.get(attribute) for module, attribute in pack.parts]
                 parts = tuple(part for part in registered if part is not None)
@@ -137,6 +138,7 @@ class Packs:
 
     def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Orders the parameters so that those of a pack follow its first one."""
+        # The parts of a pack must be neighbours, without a gap.
         parts_of = {part: pack.parts for pack in self.found for part in pack.parts}
         ordered: dict[nn.Parameter, None] = {}
         for parameter in parameters:
@@ -164,6 +166,7 @@ class Packs:
 
     def among(self, parameters: Iterable[nn.Parameter]) -> list[PackedParams]:
         """The packs whose parts are among these parameters."""
+        # Parts agree in all that makes groups differ, so one tells for all of them.
         members = set(parameters)
         return [pack for pack in self.found if pack.parts[0] in members]
 

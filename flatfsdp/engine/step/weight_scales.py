@@ -67,6 +67,7 @@ class WeightScales:
     @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
         """Takes new scales if a master shard has changed; collective then, as all ranks step together."""
+        # The same on all ranks, so that all launch the collective or none does.
         if all(shard.state.is_scaled for shard in self._shards):
             return
         for shard in self._shards:

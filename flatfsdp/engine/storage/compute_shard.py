@@ -35,7 +35,7 @@ class ComputeShard:
 
     Attributes:
         tensor: memory of the shard, 1-D, as long as the master shard: the master's own if no cast is needed.
-        is_cast_once_a_load: whether writes that are no loads do not count; see `FP8Shard`.
+        is_cast_once_a_load: whether writes that are no loads do not count: FP8 weights, built frozen.
     """
 
     is_cast_once_a_load = False
@@ -57,9 +57,13 @@ class ComputeShard:
 
     @property
     def version(self) -> Version:
-        """Version of the master shard; every in-place write changes it, by an optimizer or a load."""
+        """Version of the master shard; every in-place write changes it, by an optimizer or a load.
+
+        For FP8 weights that were built frozen it counts loads only, which all ranks make.  If it counted
+        other writes, a rank whose shard was written to would ask for new scales alone.
+        """
         master = self.master  # `master.version` is inlined: asked for often
-        return master.generation, master.flat._version
+        return master.generation, -1 if self.is_cast_once_a_load else master.flat._version
 
     @property
     def has_own_memory(self) -> bool:
@@ -78,7 +82,10 @@ class ComputeShard:
         return self._state.of_version(self.version)
 
     def expire(self) -> None:
-        """Marks its values as stale, even if no in-place write to the master was counted."""
+        """Marks its values as stale, even if no in-place write to the master was counted.
+
+        FP8 weights that were built frozen stay valid: they are cast once a load.
+        """
         if not self.is_cast_once_a_load:
             state = self._state
             state.changes += 1

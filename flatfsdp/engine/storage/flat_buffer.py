@@ -40,11 +40,13 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocates memory with undefined contents; does nothing if there is some."""
+        # The storage is resized, not replaced: views that autograd has saved have this one.
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Frees the memory."""
+        # Only compute that reads too early or too late finds the NaN; whoever fills the buffer overwrites it.
         if self._poison:
             self.tensor.fill_(torch.nan)
         elif not self.stays:

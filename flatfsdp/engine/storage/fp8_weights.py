@@ -24,7 +24,7 @@ from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.operands import Operands
-from flatfsdp.engine.storage.state import GroupState, Version
+from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import gaps_and_runs
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
@@ -35,9 +35,6 @@ FP8_DTYPE = torch.float8_e4m3fn
 
 class FP8Shard(ComputeShard):
     """A compute shard in FP8, with the scales of the weights.
-
-    If it was built frozen, it is cast once a load.  Its version counts loads only, which all ranks make: if
-    it counted other writes, a rank whose shard was written to would ask for new scales alone.
 
     Attributes:
         amax: amaxes of this rank's pieces, FP32 [slots].
@@ -63,11 +60,6 @@ class FP8Shard(ComputeShard):
     def operands(self, unsharded: Tensor) -> Operands:
         """FP8 form of the gathered weights."""
         return FP8Weights(self, self._state, unsharded)
-
-    @property
-    def version(self) -> Version:
-        """Version of the master shard, or number of its loads."""
-        return (self.master.generation, -1) if self.is_cast_once_a_load else super().version
 
     @property
     def for_optimizer(self) -> None:

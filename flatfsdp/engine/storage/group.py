@@ -133,8 +133,10 @@ class FlatGroup:
             self.params = Views(*shown, self.main_grad, partial(landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
+            # It had memory only so that views could be made of it.
             self._free(self.buffer)
         elif not is_fp8:
+            # FP8 weights are cast at the first forward, when all ranks make their scales.
             self.update_shard()
             # Until its first use a shard may be written through `.data`, which no version counts.
             self.compute_shard.expire()
@@ -176,6 +178,7 @@ class FlatGroup:
 
     def become(self, state: GroupState) -> None:
         """Assigns a copy of the group's state, from after an equal microbatch; derives what modules show."""
+        # Before `take`, which overwrites them.
         is_there, was_sharded = state.shard is not ShardState.SHARDED, self.state.shard is ShardState.SHARDED
         was_written = bool(self.state.written)
         self.compute_shard.state.take(state)
@@ -213,9 +216,11 @@ class FlatGroup:
         if self.state.shard is not ShardState.SHARDED:
             if self.compute_shard.state.is_cast:
                 return False
+            # Stale.  What is still being gathered must end before the next gather, which waits for compute.
             self.wait()
         if self.buffer is not None:
             self.buffer.allocate()
+        # Transposes of stale values are stale, too.
         self.operands.free()
         return True
 
@@ -234,6 +239,7 @@ class FlatGroup:
         """Number of bytes that this rank receives in a gather."""
         if self.buffer is None:
             return 0
+        # Its own shard is here already.
         full, size = self.buffer.tensor, self.grid.shard.size
         return full.numel() * full.element_size() * (size - 1) // size
 
@@ -343,6 +349,7 @@ class FlatGroup:
     @property
     def is_awaited(self) -> bool:
         """Whether its gradients have landed, or have still to land, in the running backward."""
+        # A group that has joined the step may be frozen since.
         return self.state.takes_part and self.trains
 
     def end_step(self) -> None:
@@ -366,6 +373,7 @@ class FlatGroup:
 
     def require_reduced(self) -> None:
         """Raises RuntimeError if an optimizer would step without gradients that wait to be reduced."""
+        # First: what the user has dropped is not missing.
         self.drop_if_zeroed()
         if self.master.marks.is_on:
             raise RuntimeError(f"an optimizer was about to step while, in unit {self.name}, {UNREDUCED}")

@@ -111,6 +111,7 @@ class MainGrad:
         If nothing has, the contents are undefined and must be overwritten; otherwise the writer adds to them.
         """
         if index in self._waiting:
+            # What waits came first; sums of floats depend on the order.
             self.flush()
         return self._claim(index)
 
@@ -130,6 +131,7 @@ class MainGrad:
         for slot in empty:
             state.written[slot] = True
             if not is_first:
+                # The layer adds to the whole pack, and the contents of this part are undefined.
                 views[slot].zero_()
         return self._pack_views[index], is_first
 
@@ -153,6 +155,7 @@ class MainGrad:
             )
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
+            # One gradient a slot can wait, and the earlier one is added first.
             self.flush()
         if fits and 0 < grad.numel() <= SMALL:
             self._waiting[index] = grad
@@ -198,6 +201,7 @@ class MainGrad:
             state.written = [True] * len(state.written)
             state.used.update(used)
             return
+        # `land` takes all slots for used, and autograd has made zeros for some.
         before = {*state.used, *used}
         for index, part in enumerate(self._layout.views(grad)):
             self.land(index, part)
@@ -210,6 +214,7 @@ class MainGrad:
         views = self._open()
         for view, written in zip(views, self._state.written, strict=True):
             if not written:
+                # Reduce-scatter reads the whole buffer.
                 view.zero_()
         tensor = self.tensor
         assert tensor is not None
@@ -222,6 +227,7 @@ class MainGrad:
         if not self.stays:
             self.tensor, self._views, self._pack_views = None, [], []
         self._state.written, self._waiting = [], {}
+        # Now that nothing is written, it takes `main_grad` away from the parameters.
         self.show()
 
     def end_step(self) -> None:
@@ -249,6 +255,7 @@ class MainGrad:
         self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
         if self._unit.policy.debug.poison_on_free:
             self.tensor.fill_(torch.nan)
+        # Nothing ever lands in the gaps, and they are reduced with the rest.
         for start, stop in self._gaps:
             self.tensor[start:stop].zero_()
         self._views = self._layout.views(self.tensor)
