@@ -144,7 +144,12 @@ class FlatLayout:
 
     @cached_property
     def _cuts(self) -> list[int]:
-        return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
+        """Lengths of gaps and slots in turn, a gap first."""
+        lengths, cursor = [], 0
+        for slot in self.slots:
+            lengths += [slot.offset - cursor, slot.numel]
+            cursor = slot.end
+        return lengths
 
     @cached_property
     def runs(self) -> tuple[PackedSlot, ...]:
@@ -225,18 +230,6 @@ def _find_pack(name: str, parts: Sequence[str], slots: Sequence[ParamSlot]) -> P
     rows = sum(slot.shape[0] for slot in members)
     shape = (rows, *members[0].shape[1:])
     return PackedSlot(name, first, first + len(parts), shape, members[0].offset)
-
-
-def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
-    """Lengths of alternating gaps and runs [start, stop), a gap first, for `Tensor.split`.
-
-    The caller adds the length after the last run.
-    """
-    lengths, cursor = [], 0
-    for start, stop in runs:
-        lengths += [start - cursor, stop - start]
-        cursor = stop
-    return lengths
 
 
 def _round_up(value: int, multiple: int) -> int:

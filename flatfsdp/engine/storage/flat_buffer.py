@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.torch_private import shares_memory
-
 
 class FlatBuffer:
     """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
@@ -51,10 +49,6 @@ class FlatBuffer:
             self.tensor.fill_(torch.nan)
         elif not self.stays:
             self._storage.resize_(0)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in this memory, which must be allocated; true for a detached view, too."""
-        return shares_memory(tensor, self._storage)
 
     def alias(self) -> Tensor:
         """Alias of the tensor with its own version counter, so that filling the buffer does not change it."""

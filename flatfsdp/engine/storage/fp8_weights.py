@@ -25,7 +25,6 @@ from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState
-from flatfsdp.flat.layout import gaps_and_runs
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
@@ -49,8 +48,6 @@ class FP8Shard(ComputeShard):
         self._through = master.unit.policy.precision.compute
         pieces = layout.pieces(ranks.rank, ranks.size)
         self._runs = [(each.shard_offset, each.shard_offset + each.stop - each.start) for each in pieces]
-        cuts = gaps_and_runs(self._runs)
-        self._cuts = [*cuts, self.tensor.numel() - sum(cuts)]
         # The slots of this rank's pieces, which are neighbours.
         first = layout.slots.index(pieces[0].slot) if pieces else 0
         self._own = slice(first, first + len(pieces))
@@ -121,7 +118,7 @@ class FP8Shard(ComputeShard):
 
     def _cut(self, shard: Tensor) -> Sequence[Tensor]:
         """This rank's pieces of the weights."""
-        return shard.split(self._cuts)[1::2]
+        return [shard[start:stop] for start, stop in self._runs]
 
 
 class FP8Weights(Operands):

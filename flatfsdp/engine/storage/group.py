@@ -123,6 +123,7 @@ class FlatGroup:
             self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=unit.policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
+        self._unsharded = unsharded.untyped_storage()
         self.operands = self.compute_shard.operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
         shown = binding, originals, self.operands
@@ -237,11 +238,8 @@ class FlatGroup:
     @cached_property
     def gathered_bytes(self) -> int:
         """Number of bytes that this rank receives in a gather."""
-        if self.buffer is None:
-            return 0
         # Its own shard is here already.
-        full, size = self.buffer.tensor, self.grid.shard.size
-        return full.numel() * full.element_size() * (size - 1) // size
+        return self.compute_shard.tensor.nbytes * (self.grid.shard.size - 1)
 
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
@@ -284,9 +282,7 @@ class FlatGroup:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in the memory of the gathered parameters."""
-        if self.buffer is not None:
-            return self.buffer.holds(tensor)
-        return shares_memory(tensor, self.compute_shard.tensor.untyped_storage())
+        return shares_memory(tensor, self._unsharded)
 
     # ---- which parameters are trained; see `engine/step/requires_grad.py` -------------------------------
 
