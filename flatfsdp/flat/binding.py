@@ -163,6 +163,7 @@ class Binding:
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
         """Name of a parameter that was replaced by something that was neither bound nor listed."""
+        # Each forward asks, and usually nothing is.
         if self._are_in_place(tensors):
             return None
         for sites, tensor, listed in zip(self.sites, tensors, self.listed or repeat(None), strict=False):

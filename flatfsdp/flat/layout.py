@@ -60,7 +60,7 @@ class ParamSlot(ParamSpec):
     """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
 
     Attributes:
-        offset: start of the slot in the flat buffer.
+        offset: start of the slot in the flat buffer; the other attributes are those of `ParamSpec`.
     """
 
     offset: int = 0

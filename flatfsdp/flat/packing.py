@@ -126,6 +126,7 @@ class Packs:
                     self._apart.update(parts)
         taken: set[nn.Parameter] = set()
         for parts, names in owners.items():
+            # A parameter has one place in the buffer: the first pack that was declared gets it.
             if taken.isdisjoint(parts):
                 taken.update(parts)
                 # All owners read the one tensor; messages call it what the first one does.

@@ -49,44 +49,53 @@ class Shown(ABC):
 
     Args:
         binding: places in the modules.
+        parameters: the binding's parameters, in slot order.
         operands: what GEMMs read; its memory must be there now, and may come and go later.
+        main_grad: where gradients land; None for parameters that are built frozen.
         landed: called once a gradient is in `main_grad`, with its slot's index, or None for all slots.
-        counters: tensors whose version counters are those of all that graphs save.
-        kinds: lists of what the module may have while the parameters are there; to those of the first list
-            graphs lead.
 
     Attributes:
         trained: for each slot, whether graphs of coming forwards lead to its parameter.
         shown_now: what the module has at this moment.
     """
 
+    trained: list[bool]
     shown_now: Sequence[Tensor]
+    _parts: Sequence[Tensor]
+    _counters: tuple[Tensor, ...]
 
     def __init__(
         self,
         binding: Binding,
+        parameters: Sequence[nn.Parameter],
         operands: Operands,
+        main_grad: MainGrad | None,
         landed: Callable[[int | None], None],
-        counters: tuple[Tensor, ...],
-        *kinds: Sequence[Tensor],
     ) -> None:
-        self.trained = [False] * len(kinds[0])
         self._binding = binding
         self._landed = landed
-        self._counters = counters
-        self._main_grad: MainGrad | None = None
-        self._parts = kinds[0]
+        self._main_grad = main_grad
         # Made now, because views cannot be made of memory that is gone.
         self._places = binding.layout.views(operands.shown)
         self._absent = _Absent(binding.layout, operands.shown)
         self._packs = PackedTensors(binding.layout, operands)
         self._is_concealed = False
-        for tensors in kinds:
+        for tensors in self._open(parameters, operands.shown):
             for slot, tensor in enumerate(tensors):
                 operands.leave_on(tensor, range(slot, slot + 1))
         for index, owners in enumerate(binding.pack_owners):
             for owner, name in owners:
                 leave_packed(owner, name, partial(self.pack, index))
+
+    @abstractmethod
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        """Shows the parameters for the first time.
+
+        Sets `_parts`, to which graphs lead, and `_counters`, with the versions of all that graphs save.
+
+        Returns:
+            Lists of what the module may have while the parameters are there.
+        """
 
     @abstractmethod
     def _place(self) -> None:
@@ -145,21 +154,16 @@ class Leaves(Shown):
     which have no `main_grad` until they are trained.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        parameters: Sequence[nn.Parameter],
-        operands: Operands,
-        main_grad: MainGrad | None,
-        landed: Callable[[int | None], None],
-    ) -> None:
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        self._parts = self.shown_now = parameters
         # Graphs save the parameters, views of them, and packs, which count with the buffer.
-        super().__init__(binding, operands, landed, (*parameters, operands.shown), parameters)
-        self.shown_now = parameters
+        self._counters = (*parameters, unsharded)
         self._place()
-        if main_grad is not None:
-            self.land_in(main_grad)
+        self.trained = [False] * len(parameters)
+        if self._main_grad is not None:
+            self.land_in(self._main_grad)
         self.rebind()
+        return [parameters]
 
     def land_in(self, main_grad: MainGrad) -> None:
         """Trains the parameters, with gradients that land in `main_grad`."""
@@ -210,24 +214,17 @@ class Views(Shown):
         ValueError: for a parameter whose hooks need a leaf.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        parameters: Sequence[nn.Parameter],
-        operands: Operands,
-        main_grad: MainGrad,
-        landed: Callable[[int | None], None],
-    ) -> None:
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        slots = self._binding.layout.slots
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
-        self._leaf = operands.shown.detach().requires_grad_()
+        self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(weakly(self, Views._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
-            views = binding.layout.views(self._leaf)
-        self._frozen_views = binding.layout.views(operands.shown)
+            self._parts = views = self._binding.layout.views(self._leaf)
+        self._frozen_views = self._binding.layout.views(unsharded)
         # The views count with the leaf.
-        super().__init__(binding, operands, landed, (self._leaf,), views, self._frozen_views)
-        self._main_grad: MainGrad = main_grad
+        self._counters = (self._leaf,)
         # The backward in which a gradient last came to each view.
         self._arrived: dict[int, int] = {}
         for index, view in enumerate(views):
@@ -239,8 +236,9 @@ class Views(Shown):
         self.follow([True] * len(views))
         for tensors in (views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
-            for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
+            for slot, tensor in zip(slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
+        return [views, self._frozen_views]
 
     def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Moves the user's hooks to the views: the module will not see the old parameters again."""
@@ -276,7 +274,7 @@ class Views(Shown):
     def rebind(self) -> None:
         """Binds what modules have now to them again, with what layers find gradients' places by."""
         super().rebind()
-        if any(self.trained):
+        if self._main_grad is not None and any(self.trained):
             self._main_grad.expose(self.shown_now)
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
@@ -297,6 +295,7 @@ class Views(Shown):
                 # Frozen since the forward, too; the concat does not know.
                 self._binding.layout.views(grad)[index].zero_()
                 used.remove(index)
+            assert self._main_grad is not None
             self._main_grad.land_flat(grad, used)
         self._landed(None)
 

@@ -74,6 +74,7 @@ class ComputeShard:
     @property
     def for_optimizer(self) -> Tensor | None:
         """The shard, if an optimizer may write it along with the master."""
+        # An offloaded master is updated on the host, where this shard is not.
         return self.tensor if self.has_own_memory and not self.master.is_offloaded else None
 
     @property
@@ -122,6 +123,7 @@ class ComputeShard:
         master, shard = self.master.flat.detach(), self.tensor
         if self.master.is_offloaded:
             nbytes = master.numel() * master.element_size()
+            # From pinned memory, so the host does not wait for it.
             with span("upload", unit.name, microbatch, nbytes):
                 master = master.to(shard.device, non_blocking=True)
             ledger.add("offload", nbytes)

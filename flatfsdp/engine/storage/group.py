@@ -126,12 +126,8 @@ class FlatGroup:
         self._unsharded = unsharded.untyped_storage()
         self.operands = self.compute_shard.operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
-        shown = binding, originals, self.operands
-        self.params: Leaves | Views
-        if self.main_grad is None or unit.policy.optimize_backward_concat:
-            self.params = Leaves(*shown, self.main_grad, partial(landed, self))
-        else:
-            self.params = Views(*shown, self.main_grad, partial(landed, self))
+        kind = Leaves if self.built_frozen or unit.policy.optimize_backward_concat else Views
+        self.params = kind(binding, originals, self.operands, self.main_grad, partial(landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
             # It had memory only so that views could be made of it.

@@ -158,6 +158,7 @@ class MainGrad:
             # One gradient a slot can wait, and the earlier one is added first.
             self.flush()
         if fits and 0 < grad.numel() <= SMALL:
+            # For others of its unit; see `SMALL`.
             self._waiting[index] = grad
             return
         view, is_first = self._claim(index)
