@@ -27,12 +27,11 @@ from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
-from flatfsdp.engine.packing import Packs
-from flatfsdp.engine.storage.fp8_weights import roles
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import Role
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
+from flatfsdp.flat.packing import Packs
 from flatfsdp.policy import Precision
 
 logger = logging.getLogger(__name__)
@@ -177,15 +176,13 @@ def bindings_of(
     tensor-parallel ranks, or whole on each of them).  Parameters that are one GEMM operand are neighbours.
     """
     parameters = list(parameters)
-    packs = Packs(own_modules(module), parameters, tensor)
-    ordered = packs.in_order(parameters)
-    stored = dict.fromkeys(ordered, Role.COMPUTE)
-    if fp8:
-        stored = packs.agreed(roles(module, ordered, packs.read_in_fp8))
+    packs = Packs(own_modules(module), parameters, tensor, ELEMENT_ALIGNMENT)
+    in_fp8 = packs.stored_in_fp8(module) if fp8 else ()
     chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
         each: [] for each in itertools.product((True, False), Role, Placement)
     }
-    for parameter, role in stored.items():
+    for parameter in packs.in_order(parameters):
+        role = Role.FP8 if parameter in in_fp8 else Role.COMPUTE
         chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
     places = {parameter: place for place, parameter in enumerate(parameters)}
     bindings = []

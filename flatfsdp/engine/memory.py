@@ -206,8 +206,7 @@ def report_of(
 def _sizes_of(group: FlatGroup) -> GroupSizes:
     """Sizes of a group's permanent buffers, and of those that appear in a step."""
     placement = None if group.grid.tensor.size == 1 else group.layout.placement
-    shard = group.compute_shard
-    master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
+    shard, master, columnwise = group.compute_shard, group.master, group.operands.columnwise
 
     def size(tensor: Tensor) -> Size:
         return Size(tensor.numel(), tensor.dtype, placement)
@@ -233,8 +232,8 @@ def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
     yield "compute shard", group.compute_shard.tensor
     if group.buffer is not None:
         yield "flat buffer", group.buffer.tensor
-    if group.fp8 is not None:
-        yield "transposed weights", group.fp8.columnwise.tensor
+    if group.operands.columnwise is not None:
+        yield "transposed weights", group.operands.columnwise.tensor
     if group.main_grad is not None and group.main_grad.tensor is not None:
         yield "main_grad", group.main_grad.tensor
     for grad in group.master.grads:
@@ -250,7 +249,7 @@ def _staying(group: FlatGroup) -> Iterator[str]:
     """Names of the buffers that replays keep."""
     if group.buffer is not None and group.buffer.stays:
         yield "flat_buffer"
-    if group.fp8 is not None and group.fp8.columnwise.stays:
+    if group.operands.columnwise is not None and group.operands.columnwise.stays:
         yield "transposed"
     if group.main_grad is not None and group.main_grad.stays:
         yield "main_grad"

@@ -220,18 +220,13 @@ class PortionTarget:
     @property
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
-        group, shard = self.group, self.group.compute_shard
-        if shard.fp8 is not None or not shard.has_own_memory or group.master.is_offloaded:
-            return None
-        return shard.tensor[self._start : self._stop]
+        shard = self.group.compute_shard.for_optimizer
+        return None if shard is None else shard[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
-        group = self.group
-        if group.fp8 is None or group.master.is_offloaded:
-            return []
         # A weight is in one portion: those are cut between weights.
-        return group.compute_shard.amaxes_of(self._start, self._stop)
+        return self.group.compute_shard.amaxes_of(self._start, self._stop)
 
     def uncut_shapes(self, parameter: Tensor) -> list[tuple[int, ...]]:
         """Whole shapes of the parameters in the group, if `parameter` is its shard."""

@@ -11,29 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
 from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
+from flatfsdp.flat.packing import PackedParams
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 _DICT_OF, _PARAMETERS_OF = attrgetter("__dict__"), attrgetter("_parameters")
-
-
-class PackedParams(NamedTuple):
-    """Parameters that are one GEMM operand, before they are packed.
-
-    Attributes:
-        name: name that the first owner gives the operand, with the owner's path.
-        owners: modules that multiply with it, each with its own name for it.
-    """
-
-    name: str
-    parts: tuple[nn.Parameter, ...]
-    owners: tuple[tuple[nn.Module, str], ...]
 
 
 class Binding:
@@ -57,10 +45,12 @@ class Binding:
         self.is_moved = False
         self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
+        # One tuple of modules, one of attributes, one of slots, for `_are_in_place`.
         places = [
             (site.module, site.attribute, slot) for slot, group in enumerate(self.sites) for site in group
         ]
         self._flat_sites: tuple[tuple[Any, ...], ...] = tuple(zip(*places, strict=True)) or ((), (), ())
+        # For `register`: state-dict keys come in this order.
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
@@ -87,6 +77,7 @@ class Binding:
         for site, parameter in parameter_sites(module):
             if parameter in found:
                 found[parameter].append(site)
+        # Before anything is taken out of the module.
         for parameter, sites in found.items():
             if not sites:
                 raise ValueError(
@@ -163,6 +154,7 @@ class Binding:
             return
         for sites, tensor in zip(self.sites, tensors, strict=True):
             for site in sites:
+                # What is registered would be listed, and given to an optimizer.
                 site.module._parameters.pop(site.attribute, None)
                 assign(site, tensor)
                 if isinstance(tensor, nn.Parameter):
@@ -171,6 +163,7 @@ class Binding:
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
         """Name of a parameter that was replaced by something that was neither bound nor listed."""
+        # Each forward asks, and usually nothing is.
         if self._are_in_place(tensors):
             return None
         for sites, tensor, listed in zip(self.sites, tensors, self.listed or repeat(None), strict=False):
@@ -201,6 +194,7 @@ class Binding:
         self.is_registered = True
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
+                # A plain attribute would hide the registered parameter.
                 site.module.__dict__.pop(site.attribute, None)
                 assign(site, parameter)
         for module, names in self._order.items():

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
 from flatfsdp.contract.placement import Partition, Placement
-from flatfsdp.flat.packing import PackedSlot, find_pack, runs_of
+from flatfsdp.flat.packing import PackedSlot, why_not_pack
 
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements.  Even at one byte an element these
@@ -40,7 +41,12 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter to be packed, before it has a place."""
+    """One parameter to be packed, before it has a place.
+
+    Attributes:
+        shape: shape of the parameter, or of this tensor-parallel rank's part if it is split.
+        partition: split over tensor-parallel ranks; None if it is not split.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,20 +56,14 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class ParamSlot:
+class ParamSlot(ParamSpec):
     """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
 
     Attributes:
-        shape: shape of the parameter, or of this tensor-parallel rank's part if it is split.
-        partition: split over tensor-parallel ranks; None if it is not split.
+        offset: start of the slot in the flat buffer; the other attributes are those of `ParamSpec`.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-    offset: int
-    placement: Placement = Placement.EQUAL
-    partition: Partition | None = None
+    offset: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -126,28 +126,41 @@ class FlatLayout:
                     f"two parameters are called {spec.name!r}; names in a flat layout are unique"
                 )
             names.add(spec.name)
+            # A buffer has one dtype.
             if slots and spec.role is not slots[0].role:
                 raise ValueError(
                     f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
                     f"{slots[0].role.value}; pack them into two layouts"
                 )
+            # Independent of the number of ranks, so that other numbers of ranks can read a checkpoint.
             offset = _round_up(cursor, ELEMENT_ALIGNMENT)
             shape = tuple(spec.shape)
-            slot = ParamSlot(spec.name, shape, spec.role, offset, spec.placement, spec.partition)
-            slots.append(slot)
-            cursor = slot.end
-        found = [find_pack(name, parts, slots) for name, parts in packs]
+            slots.append(ParamSlot(spec.name, shape, spec.role, spec.placement, spec.partition, offset))
+            cursor = slots[-1].end
+        found = [_find_pack(name, parts, slots) for name, parts in packs]
+        # They were found in the order of their layers, which need not be that of the parameters.
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
         return FlatLayout(tuple(slots), cursor, tuple(in_order))
 
     @cached_property
     def _cuts(self) -> list[int]:
-        return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
+        """Lengths of gaps and slots in turn, a gap first."""
+        lengths, cursor = [], 0
+        for slot in self.slots:
+            lengths += [slot.offset - cursor, slot.numel]
+            cursor = slot.end
+        return lengths
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """Ranges [first, last) of slots that are one operand, in order: packs, and slots by themselves."""
-        return runs_of(len(self.slots), self.packs)
+    def runs(self) -> tuple[PackedSlot, ...]:
+        """What GEMMs read as one operand, in order: packs, and slots by themselves."""
+        packed = {slot for pack in self.packs for slot in pack.slots}
+        singles = [
+            PackedSlot(slot.name, index, index + 1, slot.shape, slot.offset)
+            for index, slot in enumerate(self.slots)
+            if index not in packed
+        ]
+        return tuple(sorted([*self.packs, *singles], key=lambda run: run.first))
 
     @property
     def role(self) -> Role:
@@ -161,6 +174,7 @@ class FlatLayout:
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""
+        # Shards start at aligned addresses, too, because each is read and sent by itself.
         return _round_up(-(-self.numel // num_shards), ELEMENT_ALIGNMENT)
 
     def padded_numel(self, num_shards: int) -> int:
@@ -175,6 +189,7 @@ class FlatLayout:
     def piece(self, slot: ParamSlot, rank: int, num_shards: int) -> Piece | None:
         """Piece of this slot in shard `rank` of `num_shards`; None if the shard has none of it."""
         length = self.shard_numel(num_shards)
+        # A shard may begin or end inside a slot.
         low = rank * length
         start, stop = max(low, slot.offset), min(low + length, slot.end)
         return Piece(slot, start - slot.offset, stop - slot.offset, start - low) if start < stop else None
@@ -193,24 +208,28 @@ class FlatLayout:
         Differentiable if `flat` is: one split over the whole buffer, whose backward is the one concat
         that `optimize_backward_concat` avoids.
         """
+        # `split` returns gaps and slots in turn, and the tail.
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
 
     def pack_views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, one a pack, in the packs' shapes."""
-        return [flat.narrow(0, pack.offset, pack.numel).view(pack.shape) for pack in self.packs]
+        return [pack.view_of(flat) for pack in self.packs]
 
 
-def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
-    """Lengths of alternating gaps and runs [start, stop), a gap first, for `Tensor.split`.
-
-    The caller adds the length after the last run.
-    """
-    lengths, cursor = [], 0
-    for start, stop in runs:
-        lengths += [start - cursor, stop - start]
-        cursor = stop
-    return lengths
+def _find_pack(name: str, parts: Sequence[str], slots: Sequence[ParamSlot]) -> PackedSlot | None:
+    """Makes the pack of the slots with these names; None if there are gaps between them."""
+    first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
+    members = slots[first : first + len(parts)]
+    # No alignment is asked for: what it would cause, a gap, is looked for below.
+    if [slot.name for slot in members] != list(parts) or why_not_pack([slot.shape for slot in members], 1):
+        return None
+    if any(before.end != after.offset for before, after in pairwise(members)):
+        return None
+    # One below the other: the rows have one shape, and there is no gap between them.
+    rows = sum(slot.shape[0] for slot in members)
+    shape = (rows, *members[0].shape[1:])
+    return PackedSlot(name, first, first + len(parts), shape, members[0].offset)
 
 
 def _round_up(value: int, multiple: int) -> int:

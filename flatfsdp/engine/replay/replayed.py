@@ -32,7 +32,6 @@ from flatfsdp.engine.replay.graphs import Graphs, graphs_on
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.replay.recording import Recording, autograds_of, require_nothing_kept
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.backward_concat import Leaves
 from flatfsdp.engine.storage.kept_grad import KeptGrad
 from flatfsdp.engine.units import UnitModule, root_of
 from flatfsdp.fp8.delayed_scaling import Scaling
@@ -298,8 +297,7 @@ class Replayed(Generic[P, R]):
 def _follow_stream(root: Root) -> None:
     """Makes autograd nodes anew that serve all forwards: their backward runs on the stream that made them."""
     for group in root.groups:
-        if isinstance(group.params, Leaves) and group.main_grad is not None and group.layout.packs:
-            group.params.remake_packs()
+        group.params.remake_packs()
 
 
 def keep_addresses(root: Root, *, of_sums: bool) -> None:
@@ -316,8 +314,7 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
         if not group.unit.policy.reshard_after_forward:
             if group.buffer is not None:
                 group.buffer.stay()
-            if group.fp8 is not None:
-                group.fp8.columnwise.stay()
+            group.operands.stay()
 
 
 def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int) -> None:

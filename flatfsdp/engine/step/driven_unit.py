@@ -212,7 +212,7 @@ class DrivenUnit(Unit):
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""
         for group in self.groups:
-            if group.buffer is not None and any(map(group.buffer.holds, outputs)):
+            if group.buffer is not None and any(map(group.holds, outputs)):
                 raise RuntimeError(
                     f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
                     "freed now; return a copy (.clone())"

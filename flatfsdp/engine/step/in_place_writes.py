@@ -68,6 +68,7 @@ class WriteCheck:
         """Yields groups that were written to, with the parameters' names; the next call starts afresh."""
         # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
         taken_back = [group.params.take_back() for group in self._groups]
+        # Replaced before it is compared, so that a write is reported once.
         known, self._known = self._known, [group.params.versions for group in self._groups]
         if known == self._known and not any(taken_back):
             return

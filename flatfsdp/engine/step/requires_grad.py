@@ -44,15 +44,17 @@ def follow_requires_grad(group: FlatGroup) -> None:
         trains = group.master.flat.requires_grad
         wanted = [trains] * len(known)
         if wanted == known:
+            # The flat parameter is what counts, so a flag of a part would have no effect.
             _require_together(group, shown, listed)
             return
     if any(wanted) and group.main_grad is None:
-        if group.fp8 is not None:
+        if group.compute_shard.is_cast_once_a_load:
             raise RuntimeError(
                 f"unit {group.name} was sharded with frozen weights that it stores in FP8.  They are cast "
                 "once a load, so they cannot be trained; call requires_grad_(True) before the model is "
                 "sharded, and requires_grad_(False) after it, or leave out Precision(fp8_weights=...)"
             )
+        # It is trained for the first time; what is built frozen has no memory for gradients.
         group.open_main_grad()
     group.train(wanted)
 

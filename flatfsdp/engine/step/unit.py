@@ -93,11 +93,8 @@ class Unit(UnitMember):
             action: purpose of the gather; a backward also needs the transposes of FP8 weights.
         """
         missing = [group for group in self.groups if group.allocate()]
-        untransposed = []
-        if action is Action.BACKWARD:
-            untransposed = [
-                group for group in self.groups if group.fp8 is not None and group.fp8.allocate_columnwise()
-            ]
+        groups = self.groups if action is Action.BACKWARD else ()
+        untransposed = [group for group in groups if group.operands.allocate_columnwise()]
         if not missing and not untransposed:
             return
         stream = self.shared.gather_stream

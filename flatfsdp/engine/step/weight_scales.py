@@ -16,26 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
+from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Shard
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 
 
 def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
     """Makes the scales of a model's FP8 weights: one object for each set of ranks that shards some."""
-    by_ranks: dict[Ranks, list[FlatGroup]] = {}
+    by_ranks: dict[Ranks, list[FP8Shard]] = {}
     for group in groups:
-        if group.fp8 is not None:
-            by_ranks.setdefault(group.grid.shard, []).append(group)
+        if isinstance(group.compute_shard, FP8Shard):
+            by_ranks.setdefault(group.grid.shard, []).append(group.compute_shard)
     return [WeightScales(members, ledger) for members in by_ranks.values()]
 
 
@@ -46,36 +44,43 @@ class WeightScales:
         ValueError: if units want different scales.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], ledger: ByteLedger) -> None:
-        self._groups = groups
+    def __init__(self, shards: Sequence[FP8Shard], ledger: ByteLedger) -> None:
+        self._shards = shards
         self._ledger = ledger
-        self._ranks = groups[0].grid.shard
-        self._recipe = groups[0].unit.policy.precision.fp8_weights
-        for group in groups:
-            theirs = group.unit.policy.precision.fp8_weights
+        masters = [shard.master for shard in shards]
+        self._unit, self._ranks = masters[0].unit, masters[0].grid.shard
+        self._recipe = self._unit.policy.precision.fp8_weights
+        for unit in (master.unit for master in masters):
+            theirs = unit.policy.precision.fp8_weights
             if theirs != self._recipe:
                 raise ValueError(
-                    f"unit {group.name} has fp8_weights={theirs!r}, but unit {groups[0].name} "
+                    f"unit {unit.name} has fp8_weights={theirs!r}, but unit {self._unit.name} "
                     f"{self._recipe!r}; make them equal"
                 )
-        self._partners = _partners([group.layout for group in groups], groups[0].master.device)
+        runs = [run for master in masters for run in master.layout.runs]
+        self._num_runs = len(runs)
+        # By slot, the number of its run.
+        numbers = [number for number, run in enumerate(runs) for _ in run.slots]
+        self._run_of = torch.tensor(numbers, device=masters[0].device)
 
     @torch.no_grad()
     @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
         """Takes new scales if a master shard has changed; collective then, as all ranks step together."""
-        if all(group.compute_shard.state.is_scaled for group in self._groups):
+        # The same on all ranks, so that all launch the collective or none does.
+        if all(shard.state.is_scaled for shard in self._shards):
             return
-        for group in self._groups:
-            group.compute_shard.measure()
-        weights = [group.fp8 for group in self._groups if group.fp8 is not None]
-        amax = torch.cat([each.amax for each in weights])
+        for shard in self._shards:
+            shard.measure()
+        amax = torch.cat([shard.amax for shard in self._shards])
         if self._ranks.size > 1:
-            with launch(self._ranks, self._groups[0].unit.identify(Action.SCALE), amax.device):
+            with launch(self._ranks, self._unit.identify(Action.SCALE), amax.device):
                 raise_to_largest(amax, self._ranks)
             self._ledger.add("amax", amax.numel() * amax.element_size())
-        if self._partners is not None:
-            amax = amax[self._partners].amax(dim=1)
+        if self._num_runs < amax.numel():
+            # A NaN of one slot is one of its whole run.
+            of_runs = amax.new_zeros(self._num_runs).scatter_reduce(0, self._run_of, amax, "amax")
+            amax = of_runs[self._run_of]
         recipe = self._recipe
         assert isinstance(recipe, CurrentScaling)
         scales = current_scales(
@@ -85,24 +90,8 @@ class WeightScales:
             power_of_two=recipe.power_of_two_scales,
         )
         scale, scale_inv = align_inverses(scales)
-        sizes = [each.amax.numel() for each in weights]
-        for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
-            if not group.compute_shard.state.is_scaled:
-                group.compute_shard.set_scales(Scales(own, own_inv))
-
-
-def _partners(layouts: Sequence[FlatLayout], device: torch.device) -> Tensor | None:
-    """Indices of the slots in each slot's run, padded with its own index: int64 [slots, longest run].
-
-    None if every slot is a run by itself.
-    """
-    runs: list[range] = []
-    for layout in layouts:
-        start = len(runs)
-        for first, last in layout.runs:
-            runs += [range(start + first, start + last)] * (last - first)
-    longest = max(map(len, runs), default=1)
-    if longest == 1:
-        return None
-    rows = [[*run, *[slot] * (longest - len(run))] for slot, run in enumerate(runs)]
-    return torch.tensor(rows, device=device)
+        sizes = [shard.amax.numel() for shard in self._shards]
+        for shard, *own in zip(self._shards, scale.split(sizes), scale_inv.split(sizes), strict=True):
+            # Others have the same values as before, and setting scales would make them be cast again.
+            if not shard.state.is_scaled:
+                shard.set_scales(Scales(*own))

@@ -11,20 +11,22 @@ Next: `engine/step/unit.py` counts what has landed.
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
     take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
-    pack      the tensor that layers read in place of several parameters, see `packed_parts.py`
+    pack       the tensor that layers read in place of several parameters, see `operands.py`
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.contract.packed import leave_packed
 from flatfsdp.engine.storage.main_grad import MainGrad
-from flatfsdp.engine.storage.packed_parts import PackedTensors
+from flatfsdp.engine.storage.operands import Operands, PackedTensors
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import (
@@ -42,108 +44,89 @@ from flatfsdp.torch_private import (
 _ADDRESS = Tensor.data_ptr
 
 
-class Leaves:
-    """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
-
-    Each gradient lands by itself; nothing is concatenated.  Also serves parameters that were built frozen,
-    which have no `main_grad` until they are trained.
+class Shown(ABC):
+    """What the modules of one group have as parameters, in slot order, and what layers read in place of them.
 
     Args:
+        binding: places in the modules.
         parameters: the binding's parameters, in slot order.
-        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
-        landed: called with the slot's index once a gradient is in `main_grad`.
-        fp8: FP8 form of the parameters, for `packs`; None for others.
+        operands: what GEMMs read; its memory must be there now, and may come and go later.
+        main_grad: where gradients land; None for parameters that are built frozen.
+        landed: called once a gradient is in `main_grad`, with its slot's index, or None for all slots.
 
     Attributes:
-        packs: what layers have in place of several parameters.
         trained: for each slot, whether graphs of coming forwards lead to its parameter.
+        shown_now: what the module has at this moment.
     """
+
+    trained: list[bool]
+    shown_now: Sequence[Tensor]
+    _parts: Sequence[Tensor]
+    _counters: tuple[Tensor, ...]
 
     def __init__(
         self,
         binding: Binding,
         parameters: Sequence[nn.Parameter],
-        unsharded: Tensor,
+        operands: Operands,
         main_grad: MainGrad | None,
         landed: Callable[[int | None], None],
-        fp8: FP8Weights | None,
     ) -> None:
         self._binding = binding
-        self._main_grad: MainGrad | None = None
         self._landed = landed
-        self._parameters = parameters
-        self.trained = [main_grad is not None] * len(parameters)
-        self.packs = PackedTensors(binding.layout, unsharded, fp8)
-        self._views = binding.layout.views(unsharded)
-        self._absent = _Absent(binding.layout, unsharded)
-        # Graphs save the parameters, views of them, and packs, which count with the buffer.
-        self._counters = (*parameters, unsharded)
-        mark_freed(self._counters)
-        self._is_concealed = True
-        self.show()
-        if main_grad is not None:
-            self.land_in(main_grad)
-        self.rebind()
-
-    def land_in(self, main_grad: MainGrad) -> None:
-        """Trains the parameters, with gradients that land in `main_grad`."""
         self._main_grad = main_grad
-        self.follow([True] * len(self._parameters))
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(weakly(self, Leaves._land, index))
-        main_grad.expose(self._parameters)
-        self.packs.train(self._parameters, main_grad)
+        # Made now, because views cannot be made of memory that is gone.
+        self._places = binding.layout.views(operands.shown)
+        self._absent = _Absent(binding.layout, operands.shown)
+        self._packs = PackedTensors(binding.layout, operands)
+        self._is_concealed = False
+        for tensors in self._open(parameters, operands.shown):
+            for slot, tensor in enumerate(tensors):
+                operands.leave_on(tensor, range(slot, slot + 1))
+        for index, owners in enumerate(binding.pack_owners):
+            for owner, name in owners:
+                leave_packed(owner, name, partial(self.pack, index))
+
+    @abstractmethod
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        """Shows the parameters for the first time.
+
+        Sets `_parts`, to which graphs lead, and `_counters`, with the versions of all that graphs save.
+
+        Returns:
+            Lists of what the module may have while the parameters are there.
+        """
+
+    @abstractmethod
+    def _place(self) -> None:
+        """Shows the gathered parameters, or placeholders if they are concealed."""
 
     def remake_packs(self) -> None:
         """Makes new autograd nodes, whose backward runs on the current stream."""
-        assert self._main_grad is not None
-        self.packs.train(self._parameters, self._main_grad)
-
-    @property
-    def shown(self) -> Sequence[Sequence[Tensor]]:
-        """What the module may have while the parameters are there, in slot order."""
-        return [self._parameters]
-
-    def follow(self, trained: Sequence[bool]) -> None:
-        """Sets whether graphs of coming forwards lead to the parameter of each slot."""
-        self.trained = list(trained)
-        for parameter, trains in zip(self._parameters, trained, strict=True):
-            parameter.requires_grad_(trains)
-
-    @property
-    def shown_now(self) -> Sequence[Tensor]:
-        """What the module has at this moment, in slot order."""
-        return self._parameters
-
-    @property
-    def versions(self) -> list[int]:
-        """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
-        freed = FREED if self._is_concealed else 0
-        return [parameter._version - freed for parameter in self._parameters]
+        if self._main_grad is not None:
+            self._packs.train(self._parts, self._main_grad)
 
     def take_back(self) -> Sequence[int]:
         """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
         if self._is_concealed:
-            return self._absent.take_back(self._parameters)
-        return _take_back(self._parameters, self._views)
+            return self._absent.take_back(self.shown_now)
+        return _take_back(self.shown_now, self._places)
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
-            for parameter, view in zip(self._parameters, self._views, strict=True):
-                parameter.data = view
-            unmark_freed(self._counters)
             self._is_concealed = False
+            unmark_freed(self._counters)
+            self._place()
 
     def conceal(self) -> None:
         """Takes the gathered parameters away from modules."""
-        if self._is_concealed:
-            return
-        for parameter, absent in zip(self._parameters, self._absent.tensors, strict=True):
-            parameter.data = absent
-        # Whoever saved one, and whose backward does not gather the unit first, would read NaN.
-        mark_freed(self._counters)
-        self._is_concealed = True
+        if not self._is_concealed:
+            self._is_concealed = True
+            # Whoever saved one, and whose backward does not gather the unit first, would read NaN, or freed
+            # memory, and crash.
+            mark_freed(self._counters)
+            self._place()
 
     def pack(self, index: int) -> Tensor | None:
         """What layers read in place of the parts of pack `index`.
@@ -152,16 +135,62 @@ class Leaves:
         """
         if self._binding.is_registered:
             return None
-        return self.packs.get(index, is_there=not self._is_concealed, trained=self.trained)
+        return self._packs.get(index, is_there=not self._is_concealed, trained=self.trained)
 
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
-        self._binding.bind(self._parameters)
+        self._binding.bind(self.shown_now)
 
     @property
     def displaced(self) -> str | None:
         """Name of a parameter that somebody has replaced."""
-        return self._binding.displaced(self._parameters)
+        return self._binding.displaced(self.shown_now)
+
+
+class Leaves(Shown):
+    """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
+
+    Each gradient lands by itself; nothing is concatenated.  Also serves parameters that were built frozen,
+    which have no `main_grad` until they are trained.
+    """
+
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        self._parts = self.shown_now = parameters
+        # Graphs save the parameters, views of them, and packs, which count with the buffer.
+        self._counters = (*parameters, unsharded)
+        self._place()
+        self.trained = [False] * len(parameters)
+        if self._main_grad is not None:
+            self.land_in(self._main_grad)
+        self.rebind()
+        return [parameters]
+
+    def land_in(self, main_grad: MainGrad) -> None:
+        """Trains the parameters, with gradients that land in `main_grad`."""
+        self._main_grad = main_grad
+        self.follow([True] * len(self._parts))
+        for index, parameter in enumerate(self._parts):
+            parameter.register_post_accumulate_grad_hook(weakly(self, Leaves._land, index))
+        main_grad.expose(self._parts)
+        self.remake_packs()
+
+    def follow(self, trained: Sequence[bool]) -> None:
+        """Sets whether graphs of coming forwards lead to the parameter of each slot."""
+        self.trained = list(trained)
+        for parameter, trains in zip(self._parts, trained, strict=True):
+            parameter.requires_grad_(trains)
+
+    @property
+    def versions(self) -> list[int]:
+        """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
+        freed = FREED if self._is_concealed else 0
+        return [parameter._version - freed for parameter in self._parts]
+
+    def _place(self) -> None:
+        # `.data` changes neither the object that users and graphs have, nor its version.
+        values = self._absent.tensors if self._is_concealed else self._places
+        for parameter, value in zip(self._parts, values, strict=True):
+            parameter.data = value
 
     def _land(self, index: int, parameter: Tensor) -> None:
         if not self.trained[index]:
@@ -175,60 +204,45 @@ class Leaves:
         self._landed(index)
 
 
-class Views:
+class Views(Shown):
     """The module has autograd views of one flat leaf; several uses in one graph add up in the view.
 
     Autograd concatenates their gradients in each backward, with zeros for unused parameters, and all slots
     land at once.
 
-    Attributes:
-        packs: what layers have in place of several parameters.
-        trained: for each slot, whether coming forwards see a view that leads to the leaf.
-
     Raises:
         ValueError: for a parameter whose hooks need a leaf.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        parameters: Sequence[nn.Parameter],
-        unsharded: Tensor,
-        main_grad: MainGrad,
-        landed: Callable[[int | None], None],
-        fp8: FP8Weights | None,
-    ) -> None:
-        self._binding = binding
-        self._main_grad = main_grad
-        self._landed = landed
-        self._absent = _Absent(binding.layout, unsharded)
-        self._places = binding.layout.views(unsharded)
-        self._frozen_views = binding.layout.views(unsharded)
-        self.packs = PackedTensors(binding.layout, unsharded, fp8)
+    def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
+        slots = self._binding.layout.slots
         # A leaf, not a view: its views tell by it whether they are trained (`receives_gradient`).
         self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(weakly(self, Views._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
-            self._views = binding.layout.views(self._leaf)
+            self._parts = views = self._binding.layout.views(self._leaf)
+        self._frozen_views = self._binding.layout.views(unsharded)
+        # The views count with the leaf.
+        self._counters = (self._leaf,)
         # The backward in which a gradient last came to each view.
         self._arrived: dict[int, int] = {}
-        for index, view in enumerate(self._views):
+        for index, view in enumerate(views):
             # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
             view.register_hook(weakly(self, Views._arrive, index))
-        self.packs.train(self._views, main_grad)
+        self.remake_packs()
         self._take_over_hooks(parameters)
-        self._is_concealed = False
-        self.follow([True] * len(self._views))
-        for tensors in (self._views, self._frozen_views, self._absent.tensors):
+        self.follow([True] * len(views))
+        for tensors in (views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
-            for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
+            for slot, tensor in zip(slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
+        return [views, self._frozen_views]
 
     def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Moves the user's hooks to the views: the module will not see the old parameters again."""
-        for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._views, strict=True):
+        for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._parts, strict=True):
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
@@ -237,20 +251,15 @@ class Views:
             for hook in (parameter._backward_hooks or {}).values():
                 view.register_hook(hook)
 
-    @property
-    def shown(self) -> Sequence[Sequence[Tensor]]:
-        """What the module may have while the parameters are there, in slot order."""
-        return [self._views, self._frozen_views]
-
     def follow(self, trained: Sequence[bool]) -> None:
         """Sets whether graphs of coming forwards lead from the view of each slot to the flat leaf."""
         self.trained = list(trained)
         self._leaf.requires_grad_(any(trained))
-        views = zip(self._views, self._frozen_views, trained, strict=True)
+        views = zip(self._parts, self._frozen_views, trained, strict=True)
         self._present = [view if trains else frozen for view, frozen, trains in views]
         for absent, trains in zip(self._absent.tensors, trained, strict=True):
             absent.requires_grad_(trains)
-        self.rebind()
+        self._place()
 
     @property
     def versions(self) -> list[int]:
@@ -258,52 +267,15 @@ class Views:
         shared = self._leaf._version - (FREED if self._is_concealed else 0)
         return [shared + absent._version for absent in self._absent.tensors]
 
-    def take_back(self) -> Sequence[int]:
-        """Undoes `view.data = ...`, and uncounted writes to placeholders; returns the slots."""
-        if self._is_concealed:
-            return self._absent.take_back(self._absent.tensors)
-        return _take_back(self.shown_now, self._places)
-
-    def show(self) -> None:
-        """Lets modules see the gathered parameters."""
-        if self._is_concealed:
-            self._is_concealed = False
-            unmark_freed((self._leaf,))
-            self.rebind()
-
-    def conceal(self) -> None:
-        """Takes the gathered parameters away from modules."""
-        if self._is_concealed:
-            return
-        self._is_concealed = True
-        # Its views count with it.  Whoever saved one would read freed memory, and crash.
-        mark_freed((self._leaf,))
+    def _place(self) -> None:
+        self.shown_now = self._absent.tensors if self._is_concealed else self._present
         self.rebind()
 
-    def pack(self, index: int) -> Tensor | None:
-        """What layers read in place of the parts of pack `index`.
-
-        None while those are whole parameters, and if some of them are frozen, and others trained.
-        """
-        if self._binding.is_registered:
-            return None
-        return self.packs.get(index, is_there=not self._is_concealed, trained=self.trained)
-
     def rebind(self) -> None:
-        """Binds the parameters to their modules again."""
-        self._binding.bind(self.shown_now)
-        if any(self.trained):
+        """Binds what modules have now to them again, with what layers find gradients' places by."""
+        super().rebind()
+        if self._main_grad is not None and any(self.trained):
             self._main_grad.expose(self.shown_now)
-
-    @property
-    def displaced(self) -> str | None:
-        """Name of a parameter that somebody has replaced."""
-        return self._binding.displaced(self.shown_now)
-
-    @property
-    def shown_now(self) -> Sequence[Tensor]:
-        """What the module has at this moment, in slot order."""
-        return self._absent.tensors if self._is_concealed else self._present
 
     def _arrive(self, index: int, grad: Tensor | None) -> None:
         # None: the layer wrote it into main_grad itself.
@@ -323,6 +295,7 @@ class Views:
                 # Frozen since the forward, too; the concat does not know.
                 self._binding.layout.views(grad)[index].zero_()
                 used.remove(index)
+            assert self._main_grad is not None
             self._main_grad.land_flat(grad, used)
         self._landed(None)
 

@@ -1,7 +1,7 @@
 """`ComputeShard`: the shard of a group that is gathered, and the master version that it was cast from.
 
 In:   the master shard, which optimizers and loads write to.
-Out:  this rank's part in the dtype that the model computes in, or FP8 bytes with one scale a weight.
+Out:  this rank's part in the dtype that the model computes in; `fp8_weights.py` has the form for FP8.
 Next: `group.py` gathers it into the flat buffer.
 
     version        of the master; changes with every in-place write
@@ -19,68 +19,63 @@ import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import span
-from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shared import UnitMember
+from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState, Version
-from flatfsdp.kernels.cast.scaling import Scales
 from flatfsdp.torch_private import shares_memory
-
-
-def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:
-    """Memory for a compute shard, 1-D: the master shard's own if no cast is needed."""
-    flat = master.flat
-    if dtype == flat.dtype and not master.is_offloaded:
-        return flat.data
-    return torch.zeros(flat.shape, dtype=dtype, device=master.device)
 
 
 class ComputeShard:
     """This rank's part of a group's parameters, in the form that the model computes with.
 
     Args:
-        unit: the unit that the group is in.
         master: master shard that the values come from.
-        tensor: memory of the shard, 1-D, as long as the master shard.
-        fp8: scales and casts of weights that are stored in FP8; None for others.
         state: facts about the group, of which those about the master's values are written here.
-        built_frozen: whether the group was frozen when it was wrapped.
+        dtype: dtype of the shard.
+
+    Attributes:
+        tensor: memory of the shard, 1-D, as long as the master shard: the master's own if no cast is needed.
+        is_cast_once_a_load: whether writes that are no loads do not count: FP8 weights, built frozen.
     """
 
-    def __init__(
-        self,
-        unit: UnitMember,
-        master: MasterShard,
-        tensor: Tensor,
-        fp8: FP8Weights | None,
-        state: GroupState,
-        *,
-        built_frozen: bool,
-    ) -> None:
-        self.tensor = tensor
-        self.fp8 = fp8
-        self._unit = unit
-        self._master = master
+    is_cast_once_a_load = False
+
+    def __init__(self, master: MasterShard, state: GroupState, dtype: torch.dtype) -> None:
+        flat = master.flat
+        self.tensor = flat.data
+        # An offloaded shard is uploaded even if no cast is needed.
+        if dtype != flat.dtype or master.is_offloaded:
+            self.tensor = torch.zeros(flat.shape, dtype=dtype, device=master.device)
+        self.master = master
         self._state = state
-        self._is_cast_once_a_load = fp8 is not None and built_frozen
         # By portion, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
 
+    def operands(self, unsharded: Tensor) -> Operands:
+        """What GEMMs read of `unsharded`, 1-D and padded, into which the shards of all ranks are gathered."""
+        return Operands(unsharded)
+
     @property
     def version(self) -> Version:
-        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
+        """Version of the master shard; every in-place write changes it, by an optimizer or a load.
 
         For FP8 weights that were built frozen it counts loads only, which all ranks make.  If it counted
         other writes, a rank whose shard was written to would ask for new scales alone.
         """
-        master = self._master  # `master.version` is inlined: asked for often
-        return master.generation, -1 if self._is_cast_once_a_load else master.flat._version
+        master = self.master  # `master.version` is inlined: asked for often
+        return master.generation, -1 if self.is_cast_once_a_load else master.flat._version
 
     @property
     def has_own_memory(self) -> bool:
         """Whether its memory is not the master shard's."""
-        storage = self._master.flat.untyped_storage()
+        storage = self.master.flat.untyped_storage()
         return self.tensor.numel() > 0 and not shares_memory(self.tensor, storage)
+
+    @property
+    def for_optimizer(self) -> Tensor | None:
+        """The shard, if an optimizer may write it along with the master."""
+        # An offloaded master is updated on the host, where this shard is not.
+        return self.tensor if self.has_own_memory and not self.master.is_offloaded else None
 
     @property
     def state(self) -> GroupState:
@@ -92,33 +87,14 @@ class ComputeShard:
 
         FP8 weights that were built frozen stay valid: they are cast once a load.
         """
-        if not self._is_cast_once_a_load:
+        if not self.is_cast_once_a_load:
             state = self._state
             state.changes += 1
             state.is_measured = state.is_scaled = state.is_cast = False
 
-    def measure(self) -> None:
-        """Takes the amaxes of this rank's pieces of FP8 weights, unless the optimizer has done it."""
-        assert self.fp8 is not None
-        if not self.state.is_measured:
-            self._unit.shared.ledger.add("measure", self.fp8.measure(self._master))
-            self._state.changes += 1
-            self._state.is_measured = True
-
-    def set_scales(self, scales: Scales) -> None:
-        """Sets the scales of the FP8 weights for the master's current values."""
-        assert self.fp8 is not None
-        self.fp8.set_scales(scales)
-        state = self.state
-        state.changes += 1
-        state.is_scaled, state.is_cast = True, False
-
     def amaxes_of(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
         """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
-        assert self.fp8 is not None
-        self._state.changes += 1
-        self._state.is_measured = False
-        return self.fp8.runs(start, stop)
+        return []
 
     def portion_done(self, start: int, stop: int) -> None:
         """Notes that an optimizer has updated a portion of the master shard, and written what goes with it.
@@ -129,33 +105,36 @@ class ComputeShard:
         state.changes += 1
         self._done[start, stop] = version
         done = [part for part, of_part in self._done.items() if of_part == version]
+        # One flag is for the whole shard, and an optimizer may leave out portions that have no gradient.
         if all(
             any(a <= p.start and p.stop <= b for a, b in done)
-            for p in self._master.portions
+            for p in self.master.portions
             if p.start < p.stop
         ):
-            if self.fp8 is None:
-                state.is_cast = True
-            else:
-                state.is_measured = True
+            self._all_done(state)
+
+    def _all_done(self, state: GroupState) -> None:
+        state.is_cast = True
 
     def cast(self) -> None:
         """Casts the master shard, even if the compute shard is current."""
-        ledger, microbatch = self._unit.shared.ledger, self._unit.shared.microbatch.index
-        master, shard = self._master.flat.detach(), self.tensor
-        if self._master.is_offloaded:
+        unit = self.master.unit
+        ledger, microbatch = unit.shared.ledger, unit.shared.microbatch.index
+        master, shard = self.master.flat.detach(), self.tensor
+        if self.master.is_offloaded:
             nbytes = master.numel() * master.element_size()
-            with span("upload", self._unit.name, microbatch, nbytes):
+            # From pinned memory, so the host does not wait for it.
+            with span("upload", unit.name, microbatch, nbytes):
                 master = master.to(shard.device, non_blocking=True)
             ledger.add("offload", nbytes)
         if self.has_own_memory:
             nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with span("cast", self._unit.name, microbatch, nbytes):
-                if self.fp8 is None:
-                    shard.copy_(master)
-                else:
-                    self.fp8.cast(master, shard)
+            with span("cast", unit.name, microbatch, nbytes):
+                self._convert(master)
             ledger.add("cast", nbytes)
         state = self.state
         state.changes += 1
         state.is_cast = True
+
+    def _convert(self, master: Tensor) -> None:
+        self.tensor.copy_(master)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.torch_private import shares_memory
-
 
 class FlatBuffer:
     """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
@@ -40,19 +38,17 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocates memory with undefined contents; does nothing if there is some."""
+        # The storage is resized, not replaced: views that autograd has saved have this one.
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Frees the memory."""
+        # Only compute that reads too early or too late finds the NaN; whoever fills the buffer overwrites it.
         if self._poison:
             self.tensor.fill_(torch.nan)
         elif not self.stays:
             self._storage.resize_(0)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in this memory, which must be allocated; true for a detached view, too."""
-        return shares_memory(tensor, self._storage)
 
     def alias(self) -> Tensor:
         """Alias of the tensor with its own version counter, so that filling the buffer does not change it."""

@@ -13,19 +13,18 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.operand import FP8_WEIGHTS, Operand
+from flatfsdp.contract.operand import FP8_OPERAND, Operand
+from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState
-from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
-from flatfsdp.flat.sites import Site
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
@@ -33,168 +32,153 @@ from flatfsdp.kernels.cast.transpose import transpose_many
 FP8_DTYPE = torch.float8_e4m3fn
 
 
-def roles(
-    module: nn.Module,
-    parameters: Iterable[nn.Parameter],
-    read_by_others: Collection[tuple[nn.Module, str]] = (),
-) -> dict[nn.Parameter, Role]:
-    """Chooses how to store each parameter if FP8 weights are wanted.
-
-    A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`, or leaves it to
-    another module that does.
-
-    Args:
-        read_by_others: (module, attribute) of weights that a layer reads which belong to another module.
-    """
-    parameters = list(parameters)
-
-    def is_declared(site: Site) -> bool:
-        named = site.attribute in FP8_WEIGHTS.of(site.module)()
-        return named or (site.module, site.attribute) in read_by_others
-
-    sites_of = zip(parameters, Binding.of(module, parameters).sites, strict=True)
-    return {p: Role.FP8 if all(map(is_declared, sites)) else Role.COMPUTE for p, sites in sites_of}
-
-
-class FP8Weights:
-    """FP8 form of one group's weights.
-
-    Args:
-        unsharded: flat buffer, E4M3, 1-D, padded; its memory must exist now, and may come and go later.
-        through: dtype that master values are rounded to before the cast.
-        state: facts about the group, of which `has_transposes` is written here.
+class FP8Shard(ComputeShard):
+    """A compute shard in FP8, with the scales of the weights.
 
     Attributes:
-        columnwise: transposes of the weights, and of packs as a whole, in the weights' layout.
         amax: amaxes of this rank's pieces, FP32 [slots].
         scales: scales of all slots, at a fixed address.
     """
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        ranks: Ranks,
-        unsharded: Tensor,
-        through: torch.dtype,
-        state: GroupState,
-        *,
-        poison: bool,
-    ) -> None:
-        self._slots = layout.slots
-        self._packs = layout.packs
-        self._pack_of = {slot: pack for pack in layout.packs for slot in pack.slots}
-        self._runs = layout.runs
-        self._pieces = layout.pieces(ranks.rank, ranks.size)
-        runs = [(piece.shard_offset, piece.shard_offset + piece.stop - piece.start) for piece in self._pieces]
-        cuts = gaps_and_runs(runs)
-        self._cuts = [*cuts, layout.shard_numel(ranks.size) - sum(cuts)]
-        self._through = through
-        self._state = state
-        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
-        self._rowwise_views = layout.views(unsharded)
-        self._rowwise_runs = self._as_runs(layout, unsharded)
-        # Refilling the memory must not look to autograd like a write to what it has saved.
-        self._columnwise_runs = self._turned(layout, self.columnwise.alias())
-        targets = self._turned(layout, self.columnwise.tensor)
-        self._to_transpose = list(zip(self._rowwise_runs, targets, strict=True))
-        self.columnwise.free()
-        self.amax = torch.zeros(len(self._slots), device=unsharded.device)
+    def __init__(self, master: MasterShard, state: GroupState) -> None:
+        super().__init__(master, state, FP8_DTYPE)
+        layout, ranks = master.layout, master.grid.shard
+        self.is_cast_once_a_load = not master.flat.requires_grad
+        # Master values are rounded to it before the cast.
+        self._through = master.unit.policy.precision.compute
+        pieces = layout.pieces(ranks.rank, ranks.size)
+        self._runs = [(each.shard_offset, each.shard_offset + each.stop - each.start) for each in pieces]
+        # The slots of this rank's pieces, which are neighbours.
+        first = layout.slots.index(pieces[0].slot) if pieces else 0
+        self._own = slice(first, first + len(pieces))
+        self.amax = torch.zeros(len(layout.slots), device=master.device)
         self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
-        singles = one_by_one(self.scales)
-        forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
-        # The scales of a pack's parts are equal.
-        self._operands = {
-            first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
-            for (first, _), rowwise, columnwise in forms
-        }
 
-    def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """Cuts a flat buffer into operands of GEMMs: packs, and single weights, in order."""
-        views = dict(enumerate(layout.views(flat)))
-        views.update((j.first, view) for j, view in zip(self._packs, layout.pack_views(flat), strict=True))
-        return [views[first] for first, _ in self._runs]
+    def operands(self, unsharded: Tensor) -> Operands:
+        """FP8 form of the gathered weights."""
+        return FP8Weights(self, self._state, unsharded)
 
-    def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """The transposes of the operands, as views of a buffer of the same layout."""
-        return [view.view(view.shape[::-1]) for view in self._as_runs(layout, flat)]
+    @property
+    def for_optimizer(self) -> None:
+        """None: the scales come from the amaxes of all ranks, which are known after the optimizer's step."""
+        return None
 
-    # ---- scales and bytes of this rank's shard ----------------------------------------------------------
+    def measure(self) -> None:
+        """Takes the amaxes of this rank's pieces, unless the optimizer has done it."""
+        if self.state.is_measured:
+            return
+        shard = self.master.flat.detach()
+        sources, kept = self._cut(shard), self.amax.zero_()[self._own]
+        # An offloaded shard is measured on the host.
+        amax = kept if kept.device == shard.device else torch.zeros_like(kept, device=shard.device)
+        max_abs_many(sources, amax, through=self._through)
+        if amax is not kept:
+            kept.copy_(amax)
+        nbytes = sum(source.numel() * source.element_size() for source in sources)
+        self.master.unit.shared.ledger.add("measure", nbytes)
+        self._state.changes += 1
+        self._state.is_measured = True
+
+    def amaxes_of(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
+        """Pieces that begin in [start, stop), with positions from `start` on, and amaxes that are zero."""
+        if self.master.is_offloaded:
+            # The optimizer runs on the host, and the amaxes are on the device; `measure` takes them later.
+            return []
+        # Now, because the optimizer is about to overwrite them.
+        self._state.changes += 1
+        self._state.is_measured = False
+        inside = [index for index, (begin, _) in enumerate(self._runs) if start <= begin < stop]
+        if not inside:
+            return []
+        amaxes = self.amax[self._own][inside[0] : inside[-1] + 1].zero_()
+        return [
+            (self._runs[index][0] - start, self._runs[index][1] - start, amax)
+            for index, amax in zip(inside, amaxes.split(1), strict=True)
+        ]
+
+    def _all_done(self, state: GroupState) -> None:
+        # The bytes are cast once the scales are known.
+        state.is_measured = True
 
     def set_scales(self, scales: Scales) -> None:
-        """Takes the scales from `WeightScales`, once a step; no backward of an earlier step may follow.
+        """Takes the scales for the master's current values; no backward of an earlier step may follow.
 
         Args:
             scales: scales of the slots; equal within a pack.
         """
         for own, new in zip(self.scales, scales, strict=True):
             own.copy_(new)
+        state = self.state
+        state.changes += 1
+        state.is_scaled, state.is_cast = True, False
 
-    def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
-        """(start, stop, amax) of the pieces that begin in elements [first, last) of the shard.
-
-        Positions count from `first`; `amax` is FP32 [1], zero now, and takes the piece's largest magnitude.
-        """
-        pieces = [piece for piece in self._pieces if first <= piece.shard_offset < last]
-        if not pieces:
-            return []
-        amaxes = self.amax.narrow(0, self._slots.index(pieces[0].slot), len(pieces)).zero_()
-        return [
-            (piece.shard_offset - first, piece.shard_offset - first + piece.stop - piece.start, amax)
-            for piece, amax in zip(pieces, amaxes.split(1), strict=True)
-        ]
-
-    def measure(self, master: MasterShard) -> int:
-        """Takes the amaxes of the master shard's values; returns the number of bytes read."""
-        shard = master.flat.detach()
-        sources, kept = self._cut(shard), self._of_pieces(self.amax.zero_())
-        # An offloaded shard is measured on the host.
-        amax = kept if kept.device == shard.device else torch.zeros_like(kept, device=shard.device)
-        max_abs_many(sources, amax, through=self._through)
-        if amax is not kept:
-            kept.copy_(amax)
-        return sum(source.numel() * source.element_size() for source in sources)
-
-    def cast(self, shard: Tensor, out: Tensor) -> None:
-        """Casts this rank's pieces to FP8.
-
-        Args:
-            shard: master shard, on the compute device.
-            out: destination, E4M3, as long as the shard.
-        """
-        scale = self._of_pieces(self.scales.scale)
-        cast_many(self._cut(shard), self._cut(out), scale, through=self._through)
+    def _convert(self, master: Tensor) -> None:
+        scale = self.scales.scale[self._own]
+        cast_many(self._cut(master), self._cut(self.tensor), scale, through=self._through)
 
     def _cut(self, shard: Tensor) -> Sequence[Tensor]:
         """This rank's pieces of the weights."""
-        return shard.split(self._cuts)[1::2]
+        return [shard[start:stop] for start, stop in self._runs]
 
-    def _of_pieces(self, of_slots: Tensor) -> Tensor:
-        """Picks, from values of all slots, those of this rank's pieces, which are neighbours."""
-        first = self._slots.index(self._pieces[0].slot) if self._pieces else 0
-        return of_slots.narrow(0, first, len(self._pieces))
 
-    # ---- whole weights ----------------------------------------------------------------------------------
+class FP8Weights(Operands):
+    """FP8 form of one group's gathered weights.  Modules see NaN in their place.
 
-    def operand(self, index: int) -> Operand:
-        """Weight `index` as an operand of GEMMs.
+    Args:
+        shard: shard that is gathered, with the scales.
+        state: facts about the group, of which `has_transposes` is written here.
+        unsharded: flat buffer, E4M3, 1-D, padded; its memory must exist now, and may come and go later.
+
+    Attributes:
+        columnwise: transposes of the weights, and of packs as a whole, in the weights' layout.
+    """
+
+    columnwise: FlatBuffer
+
+    def __init__(self, shard: FP8Shard, state: GroupState, unsharded: Tensor) -> None:
+        policy, layout, device = shard.master.unit.policy, shard.master.layout, unsharded.device
+        # NaN without memory, in the dtype that gradients have.
+        nan = torch.full((), torch.nan, dtype=policy.precision.compute, device=device)
+        super().__init__(nan.expand(unsharded.shape))
+        self._state = state
+        poison = policy.debug.poison_on_free
+        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, device, poison=poison)
+        self._parts = layout.views(unsharded)
+        rowwise = [run.view_of(unsharded) for run in layout.runs]
+        # Refilling the memory must not look to autograd like a write to what it has saved.
+        columnwise, targets = (
+            [view.view(view.shape[::-1]) for view in (run.view_of(flat) for run in layout.runs)]
+            for flat in (self.columnwise.alias(), self.columnwise.tensor)
+        )
+        self._to_transpose = list(zip(rowwise, targets, strict=True))
+        self.columnwise.free()
+        inverses = [each.scale_inv for each in one_by_one(shard.scales)]
+        # By slot, the operand that it is in, whose parts have equal scales.
+        self._of_slots = [
+            (run, Operand(None, forward, backward, inverses[run.first], inverses[run.first]))
+            for run, forward, backward in zip(layout.runs, rowwise, columnwise, strict=True)
+            for _ in run.slots
+        ]
+
+    def leave_on(self, tensor: Tensor, slots: range) -> None:
+        """Leaves on the tensor over these slots a function that returns its FP8 operand."""
+        FP8_OPERAND.leave(tensor, partial(self._operand, slots))
+
+    def _operand(self, slots: range) -> Operand:
+        """A weight, or a pack, as an operand of GEMMs.
 
         Its memory exists while the group is unsharded, that of the columnwise form only in the backward.  For
         a part of a pack, the columnwise form is a copy of a slice of the pack's, made here.
         """
-        pack = self._pack_of.get(index)
-        if pack is None:
-            return self._operands[index]
-        whole = self._operands[pack.first]
-        first_row = sum(slot.shape[0] for slot in self._slots[pack.first : index])
-        columnwise = None
+        run, whole = self._of_slots[slots.start]
+        if slots == run.slots:
+            return whole
+        part, columnwise = self._parts[slots.start], None
         if self._state.has_transposes:
             assert whole.columnwise is not None
-            columnwise = whole.columnwise.narrow(1, first_row, self._slots[index].shape[0]).contiguous()
-        return whole._replace(rowwise=self._rowwise_views[index], columnwise=columnwise)
-
-    def pack_operand(self, index: int) -> Operand:
-        """Pack `index` as an operand of GEMMs; see `operand`."""
-        return self._operands[self._packs[index].first]
+            first_row = sum(each.shape[0] for each in self._parts[run.first : slots.start])
+            columnwise = whole.columnwise.narrow(1, first_row, part.shape[0]).contiguous()
+        return whole._replace(rowwise=part, columnwise=columnwise)
 
     def allocate_columnwise(self) -> bool:
         """Allocates memory for the transposes; False if they are there already."""
@@ -215,3 +199,7 @@ class FP8Weights:
             self._state.changes += 1
             self._state.has_transposes = False
             self.columnwise.free()
+
+    def stay(self) -> None:
+        """Keeps the memory of the transposes for good, at one address."""
+        self.columnwise.stay()

@@ -27,14 +27,12 @@ from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.streams import compute_waits_for
-from flatfsdp.contract.operand import FP8_OPERAND
-from flatfsdp.contract.packed import leave_packed
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
-from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
+from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
+from flatfsdp.engine.storage.fp8_weights import FP8Shard
 from flatfsdp.engine.storage.kept_grad import KeptGrad
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import MasterShard, Portion
@@ -76,7 +74,7 @@ class FlatGroup:
         master: the shard that the optimizer updates.
         compute_shard: the shard that is gathered.
         buffer: the gathered parameters; None on one rank, whose compute shard holds all of them.
-        fp8: FP8 form of weights that are stored in FP8; None for others.
+        operands: what GEMMs read of the gathered parameters.
         main_grad: accumulated gradients; None as long as the group has not been trained.
         partial_grad: sum that this step's earlier backwards have reduce-scattered, as long as the master
             shard; None if there is none.  The last backward adds its own, and the sum is then reduced across
@@ -105,36 +103,37 @@ class FlatGroup:
         self.kept_grad: KeptGrad | None = None
         self._gathered: torch.cuda.Event | None = None
 
-        precision, poison = unit.policy.precision, unit.policy.debug.poison_on_free
-        originals, num_shards = binding.parameters(), self.grid.shard.size
+        precision, num_shards, originals = unit.policy.precision, self.grid.shard.size, binding.parameters()
         self.built_frozen = not originals[0].requires_grad
         self.master = self._filled_master(originals)
         if cut is not None:
             self.master.divide(cut(self.master, originals))
             binding.list(self.master.parameters)
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
-        dtype = FP8_DTYPE if is_fp8 else precision.compute
-        own = compute_tensor(self.master, dtype)
+        self.compute_shard = (
+            FP8Shard(self.master, self.state)
+            if is_fp8
+            else ComputeShard(self.master, self.state, precision.compute)
+        )
         self.buffer: FlatBuffer | None = None
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        unsharded = own.data
+        unsharded = self.compute_shard.tensor.data
         if num_shards > 1:
-            numel = self.layout.padded_numel(num_shards)
-            self.buffer = FlatBuffer(numel, dtype, self.master.device, poison=poison)
+            numel, device = self.layout.padded_numel(num_shards), self.master.device
+            self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=unit.policy.debug.poison_on_free)
+            # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
-        self.fp8: FP8Weights | None = None
-        if is_fp8:
-            ranks, through = self.grid.shard, precision.compute
-            self.fp8 = FP8Weights(self.layout, ranks, unsharded, through, self.state, poison=poison)
-        self.compute_shard = ComputeShard(
-            unit, self.master, own, self.fp8, self.state, built_frozen=self.built_frozen
-        )
+        self._unsharded = unsharded.untyped_storage()
+        self.operands = self.compute_shard.operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
-        self.params = self._shown_parameters(originals, unsharded, partial(landed, self))
+        kind = Leaves if self.built_frozen or unit.policy.optimize_backward_concat else Views
+        self.params = kind(binding, originals, self.operands, self.main_grad, partial(landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
+            # It had memory only so that views could be made of it.
             self._free(self.buffer)
-        elif self.fp8 is None:
+        elif not is_fp8:
+            # FP8 weights are cast at the first forward, when all ranks make their scales.
             self.update_shard()
             # Until its first use a shard may be written through `.data`, which no version counts.
             self.compute_shard.expire()
@@ -151,28 +150,6 @@ class FlatGroup:
             if self.grid.shard.size > 1:
                 master.first_digests[slot] = digest(parameter)
         return master
-
-    def _shown_parameters(
-        self, originals: Sequence[nn.Parameter], unsharded: Tensor, landed: Callable[[int | None], None]
-    ) -> Leaves | Views:
-        """Shows the module its parameters in the unsharded buffer, or NaN in place of FP8 weights."""
-        if self.fp8 is not None:
-            # NaN without memory, in the dtype that gradients have.
-            dtype = self.unit.policy.precision.compute
-            nan = torch.full((), torch.nan, dtype=dtype, device=unsharded.device)
-            unsharded = nan.expand(unsharded.shape)
-        params: Leaves | Views
-        if self.main_grad is None or self.unit.policy.optimize_backward_concat:
-            params = Leaves(self.binding, originals, unsharded, self.main_grad, landed, self.fp8)
-        else:
-            params = Views(self.binding, originals, unsharded, self.main_grad, landed, self.fp8)
-        if self.fp8 is not None:
-            for index, weight in (each for shown in params.shown for each in enumerate(shown)):
-                FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
-        for index, owners in enumerate(self.binding.pack_owners):
-            for owner, name in owners:
-                leave_packed(owner, name, partial(params.pack, index))
-        return params
 
     # ---- names ------------------------------------------------------------------------------------------
 
@@ -198,6 +175,7 @@ class FlatGroup:
 
     def become(self, state: GroupState) -> None:
         """Assigns a copy of the group's state, from after an equal microbatch; derives what modules show."""
+        # Before `take`, which overwrites them.
         is_there, was_sharded = state.shard is not ShardState.SHARDED, self.state.shard is ShardState.SHARDED
         was_written = bool(self.state.written)
         self.compute_shard.state.take(state)
@@ -235,11 +213,12 @@ class FlatGroup:
         if self.state.shard is not ShardState.SHARDED:
             if self.compute_shard.state.is_cast:
                 return False
+            # Stale.  What is still being gathered must end before the next gather, which waits for compute.
             self.wait()
         if self.buffer is not None:
             self.buffer.allocate()
-        if self.fp8 is not None:
-            self.fp8.free()
+        # Transposes of stale values are stale, too.
+        self.operands.free()
         return True
 
     def update_shard(self) -> None:
@@ -255,17 +234,14 @@ class FlatGroup:
     @cached_property
     def gathered_bytes(self) -> int:
         """Number of bytes that this rank receives in a gather."""
-        if self.buffer is None:
-            return 0
-        full, size = self.buffer.tensor, self.grid.shard.size
-        return full.numel() * full.element_size() * (size - 1) // size
+        # Its own shard is here already.
+        return self.compute_shard.tensor.nbytes * (self.grid.shard.size - 1)
 
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
-        assert self.fp8 is not None
         shared, nbytes = self.unit.shared, 2 * sum(slot.numel for slot in self.layout.slots)
         with span("transpose", self.name, shared.microbatch.index, nbytes):
-            self.fp8.transpose()
+            self.operands.transpose()
         shared.ledger.add("transpose", nbytes)
 
     def started(self, gathered: torch.cuda.Event | None) -> None:
@@ -289,8 +265,7 @@ class FlatGroup:
         """Frees the flat buffer; tensors that autograd saved become valid again with the next unshard."""
         # Freed memory may be given out at once, so the gather must have ended for whoever gets it.
         self.wait()
-        if self.fp8 is not None:
-            self.fp8.free()
+        self.operands.free()
         if self.state.shard is ShardState.UNSHARDED and self.buffer is not None:
             self._free(self.buffer)
             self.state.changes += 1
@@ -303,9 +278,7 @@ class FlatGroup:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in the memory of the gathered parameters."""
-        if self.buffer is not None:
-            return self.buffer.holds(tensor)
-        return shares_memory(tensor, self.compute_shard.tensor.untyped_storage())
+        return shares_memory(tensor, self._unsharded)
 
     # ---- which parameters are trained; see `engine/step/requires_grad.py` -------------------------------
 
@@ -368,6 +341,7 @@ class FlatGroup:
     @property
     def is_awaited(self) -> bool:
         """Whether its gradients have landed, or have still to land, in the running backward."""
+        # A group that has joined the step may be frozen since.
         return self.state.takes_part and self.trains
 
     def end_step(self) -> None:
@@ -391,6 +365,7 @@ class FlatGroup:
 
     def require_reduced(self) -> None:
         """Raises RuntimeError if an optimizer would step without gradients that wait to be reduced."""
+        # First: what the user has dropped is not missing.
         self.drop_if_zeroed()
         if self.master.marks.is_on:
             raise RuntimeError(f"an optimizer was about to step while, in unit {self.name}, {UNREDUCED}")

@@ -22,6 +22,7 @@ class KeptGrad:
     def __init__(self, master: MasterShard) -> None:
         self._master = master
         self.tensor = torch.empty(master.flat.numel(), dtype=master.grad_dtype, device=master.device)
+        # Counted before anybody else can have it.
         self._uses_if_free = uses_of_memory(self.tensor)
 
     @property

@@ -46,6 +46,7 @@ class MainGrad:
         state: facts about the group, of which `written` and `used` are written here.
 
     Attributes:
+        tensor: the buffer; None while there is none.
         stays: whether the buffer is kept for good, see `stay`.
     """
 
@@ -59,7 +60,7 @@ class MainGrad:
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
         self._dtype = unit.policy.precision.accumulate
-        self._tensor: Tensor | None = None
+        self.tensor: Tensor | None = None
         self._views: list[Tensor] = []
         self._pack_views: list[Tensor] = []
         self._waiting: dict[int, Tensor] = {}
@@ -72,19 +73,14 @@ class MainGrad:
         return bool(self._state.written or self._waiting)
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The buffer; None while there is none."""
-        return self._tensor
-
-    @property
     def address(self) -> int:
         """Address of the buffer; 0 while there is none."""
-        return 0 if self._tensor is None else self._tensor.data_ptr()
+        return 0 if self.tensor is None else self.tensor.data_ptr()
 
     def stay(self) -> None:
         """Keeps the buffer for good, at one address."""
         self.stays = True
-        if self._tensor is None:
+        if self.tensor is None:
             self._allocate()
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
@@ -115,6 +111,7 @@ class MainGrad:
         If nothing has, the contents are undefined and must be overwritten; otherwise the writer adds to them.
         """
         if index in self._waiting:
+            # What waits came first; sums of floats depend on the order.
             self.flush()
         return self._claim(index)
 
@@ -134,6 +131,7 @@ class MainGrad:
         for slot in empty:
             state.written[slot] = True
             if not is_first:
+                # The layer adds to the whole pack, and the contents of this part are undefined.
                 views[slot].zero_()
         return self._pack_views[index], is_first
 
@@ -157,8 +155,10 @@ class MainGrad:
             )
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
+            # One gradient a slot can wait, and the earlier one is added first.
             self.flush()
         if fits and 0 < grad.numel() <= SMALL:
+            # For others of its unit; see `SMALL`.
             self._waiting[index] = grad
             return
         view, is_first = self._claim(index)
@@ -197,11 +197,12 @@ class MainGrad:
         self._open()
         state = self._state
         if not any(state.written) or all(state.written):
-            assert self._tensor is not None
-            self._accumulate(self._tensor, grad, first=not any(state.written))
+            assert self.tensor is not None
+            self._accumulate(self.tensor, grad, first=not any(state.written))
             state.written = [True] * len(state.written)
             state.used.update(used)
             return
+        # `land` takes all slots for used, and autograd has made zeros for some.
         before = {*state.used, *used}
         for index, part in enumerate(self._layout.views(grad)):
             self.land(index, part)
@@ -214,8 +215,9 @@ class MainGrad:
         views = self._open()
         for view, written in zip(views, self._state.written, strict=True):
             if not written:
+                # Reduce-scatter reads the whole buffer.
                 view.zero_()
-        tensor = self._tensor
+        tensor = self.tensor
         assert tensor is not None
         self.drop()
         return tensor
@@ -224,8 +226,9 @@ class MainGrad:
         """Drops the gradients, and the buffer unless it stays."""
         self._state.changes += 1
         if not self.stays:
-            self._tensor, self._views, self._pack_views = None, [], []
+            self.tensor, self._views, self._pack_views = None, [], []
         self._state.written, self._waiting = [], {}
+        # Now that nothing is written, it takes `main_grad` away from the parameters.
         self.show()
 
     def end_step(self) -> None:
@@ -242,7 +245,7 @@ class MainGrad:
         """Views of the slots; something is about to land."""
         self._state.changes += 1
         if not self._state.written:
-            if self._tensor is None:
+            if self.tensor is None:
                 self._allocate()
             self._state.written = [False] * len(self._views)
             self.show()
@@ -250,13 +253,14 @@ class MainGrad:
 
     def _allocate(self) -> None:
         self._state.changes += 1
-        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
+        self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
         if self._unit.policy.debug.poison_on_free:
-            self._tensor.fill_(torch.nan)
+            self.tensor.fill_(torch.nan)
+        # Nothing ever lands in the gaps, and they are reduced with the rest.
         for start, stop in self._gaps:
-            self._tensor[start:stop].zero_()
-        self._views = self._layout.views(self._tensor)
-        self._pack_views = self._layout.pack_views(self._tensor)
+            self.tensor[start:stop].zero_()
+        self._views = self._layout.views(self.tensor)
+        self._pack_views = self._layout.pack_views(self.tensor)
 
     def show(self) -> None:
         """Gives the exposed parameters their `main_grad`, once gradients have landed."""

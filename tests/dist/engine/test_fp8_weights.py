@@ -108,7 +108,7 @@ def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
         slot.numel
         for unit in model.fsdp_state.root.units
         for group in unit.groups
-        if group.fp8
+        if group.layout.role is Role.FP8
         for slot in group.layout.slots
     )
     assert model.ledger.bytes["transpose"] == 2 * weights
@@ -200,7 +200,12 @@ def test_frozen_weights(rank: int, world_size: int) -> None:
         model.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
-        groups = [g for unit in model.fsdp_state.root.units for g in unit.groups if g.trains or g.fp8 is None]
+        groups = [
+            g
+            for unit in model.fsdp_state.root.units
+            for g in unit.groups
+            if g.trains or g.operands.columnwise is None
+        ]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.ledger.bytes["cast"] == expected
@@ -318,7 +323,12 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
 def test_transposes_are_freed_after_the_backward(rank: int, options: dict[str, Any]) -> None:
     model = build(True, BF16, True, **options)
     train(model, rank, 1)
-    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups if group.fp8 is not None]
+    groups = [
+        group
+        for unit in model.fsdp_state.root.units
+        for group in unit.groups
+        if group.layout.role is Role.FP8
+    ]
     assert groups and not any(group.state.has_transposes for group in groups)
 
 
@@ -332,12 +342,14 @@ def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) 
     net = seeded(partial(Net, True, blocks=blocks))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
     model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
-    groups = [group for block in net.blocks for group in block.fsdp_state.groups if group.fp8 is not None]
+    groups = [
+        group for block in net.blocks for group in block.fsdp_state.groups if group.layout.role is Role.FP8
+    ]
     assert len(groups) == blocks
     most = Counter[str]()
 
     def note(phase: str, *_: Any) -> None:
-        forms = [form.tensor for group in groups for form in (group.buffer, group.fp8.columnwise)]
+        forms = [form.tensor for group in groups for form in (group.buffer, group.operands.columnwise)]
         most[phase] = max(most[phase], sum(form.untyped_storage().nbytes() > 0 for form in forms))
 
     for block in net.blocks:

@@ -228,7 +228,8 @@ def check_stored(rank: int, world_size: int, fuse: bool) -> None:
         stored = [group for _, group in named_groups(model) if group.layout.role is Role.FP8]
         assert [len(group.layout.slots) for group in stored] == [3, 3]
         for group in stored:
-            assert len(group.fp8.scales.scale) == 3 and len(group.fp8.scales.scale.unique()) == 1
+            scale = group.compute_shard.scales.scale
+            assert len(scale) == 3 and len(scale.unique()) == 1
 
 
 @on_ranks(2)
@@ -263,14 +264,13 @@ def test_operands_are_views_of_the_flat_buffer(rank: int) -> None:
 
     def look(layer: QKV, *_: Any) -> None:
         (weight, _) = layer.found
-        groups = (group for _, group in named_groups(model) if group.unit.prefix == "layers.1.")
-        fp8 = next(group.fp8 for group in groups if group.fp8 is not None)
+        stored = next(g for p, g in named_groups(model) if p == "layers.1." and g.layout.role is Role.FP8)
         operand = FP8_OPERAND.of(weight)()
         parts = [FP8_OPERAND.of(part.weight)() for part in layer.parts.values()]
         rows = operand.rowwise.split(list(ROWS.values()))
         assert [r.data_ptr() for r in rows] == [part.rowwise.data_ptr() for part in parts]
         assert all(part.rowwise_inv.data_ptr() == operand.rowwise_inv.data_ptr() for part in parts)
-        assert operand.columnwise.data_ptr() == fp8.columnwise.tensor.data_ptr()
+        assert operand.columnwise.data_ptr() == stored.operands.columnwise.tensor.data_ptr()
         as_bytes = operand.rowwise.view(torch.uint8)
         assert torch.equal(operand.columnwise.view(torch.uint8), as_bytes.t())
         for part in parts:
@@ -290,7 +290,9 @@ def test_nan_in_one_part_is_not_hidden_by_its_partners(rank: int) -> None:
     with model.summon_full_params():
         next(m for m in model.modules() if isinstance(m, QKV)).parts["k"].weight.data[0, 0] = torch.nan
     assert loss_of(model, batch(rank), recipe=RECIPE).isnan()
-    scales = [group.fp8.scales.scale for _, group in named_groups(model) if group.fp8 is not None]
+    scales = [
+        group.compute_shard.scales.scale for _, group in named_groups(model) if group.layout.role is Role.FP8
+    ]
     assert scales[0].tolist() == [1.0] * 3 != scales[1].tolist()
 
 

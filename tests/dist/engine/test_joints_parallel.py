@@ -136,7 +136,7 @@ def test_weights_stored_in_fp8() -> None:
     for run in runs:
         assert_same(run, runs[0])
         scales = [
-            group.fp8.scales.scale[pack.first : pack.last]
+            group.compute_shard.scales.scale[pack.first : pack.last]
             for _, group in named_groups(run.model)
             if group.layout.role is Role.FP8
             for pack in group.layout.packs

@@ -141,5 +141,5 @@ def test_weights_of_split_layers_stored_in_fp8() -> None:
             optimizer.zero_grad()
         states.append(dict(model.state_dict()))
         for group in (group for unit in root_of(model).units for group in unit.groups):
-            assert group.fp8 is None or group.layout.placement is Placement.SPLIT
+            assert group.operands.columnwise is None or group.layout.placement is Placement.SPLIT
     assert equal(states[0], states[1]) and equal(states[0], states[2])

@@ -139,7 +139,7 @@ def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
     groups = [group for _, unit in units_in(stage) for group in unit.fsdp_state.groups]
     others = [group.compute_shard.tensor for group in groups]
     others += [group.buffer.tensor for group in groups if group.buffer is not None]
-    others += [group.fp8.columnwise.tensor for group in groups if group.fp8 is not None]
+    others += [group.operands.columnwise.tensor for group in groups if group.operands.columnwise]
     others += stage.module.rotary(job.model.seq, torch.device("cpu"))[:2]
     known = {tensor.untyped_storage()._cdata for tensor in others}
     found: dict[int, int] = {}

@@ -45,9 +45,9 @@ def test_joints_are_neighbours_without_a_gap(drawn, num_shards):
             pack = found[name]
             assert [slot.name for slot in layout.slots[pack.first : pack.last]] == parts
             assert pack.numel == sum(map(math.prod, shapes)) and pack.shape[1:] == shapes[0][1:]
-    covered = [slot for first, last in layout.runs for slot in range(first, last)]
+    covered = [slot for run in layout.runs for slot in run.slots]
     assert covered == list(range(len(layout.slots)))
-    assert {run for run in layout.runs if run[1] - run[0] > 1} == {(j.first, j.last) for j in layout.packs}
+    assert tuple(run for run in layout.runs if len(run.slots) > 1) == layout.packs
 
 
 @properties

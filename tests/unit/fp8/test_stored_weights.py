@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
-from flatfsdp.comm.ranks import ALONE
 from flatfsdp.engine.storage import fp8_weights
-from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.engine.storage.fp8_weights import FP8Shard
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
@@ -166,9 +165,10 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
     model = FlatFSDP(
         nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
     )
-    (group,) = (group for group in model.fsdp_state.groups if group.fp8 is not None)
-    on_device = torch.empty(group.layout.padded_numel(1), dtype=torch.float8_e4m3fn, device="meta")
-    weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, GroupState(), poison=False)
+    (group,) = (group for group in model.fsdp_state.groups if group.layout.role is Role.FP8)
+    monkeypatch.setattr(model.fsdp_state.shared, "device", torch.device("meta"))
+    shard = FP8Shard(group.master, GroupState())
+    model.ledger.reset()
     taken: list[Tensor] = []
 
     def take(sources: Any, amax: Tensor, **options: Any) -> None:
@@ -176,7 +176,8 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
         taken.append(amax)
 
     monkeypatch.setattr(fp8_weights, "max_abs_many", take)
-    assert weights.measure(group.master) == 2 * 32 * 32 * 4
+    shard.measure()
+    assert model.ledger.bytes["measure"] == 2 * 32 * 32 * 4
     whole = group.layout.views(group.master.flat.detach())
     assert taken[0].tolist() == [weight.bfloat16().abs().max().item() for weight in whole]
-    assert weights.amax.is_meta
+    assert shard.amax.is_meta

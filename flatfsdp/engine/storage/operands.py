@@ -1,8 +1,10 @@
-"""`PackedTensors`: tensors that layers read in place of several parameters of one flat group.
+"""`Operands`: what GEMMs read of one group's gathered parameters, one by one and packed.
 
 In:   the unsharded flat buffer, in which the parts of a pack are neighbours.
-Out:  one tensor a pack, in the same memory; its gradient is passed on to the parts.
-Next: `contract/packed.py` gives these tensors to layers.
+Out:  one tensor a pack, in the same memory, whose gradient is passed on to the parts; where weights are in
+      FP8, an `Operand` on each tensor (`fp8_weights.py`).
+Next: `backward_concat.py` shows them to modules; layers ask for them by `contract/packed.py` and
+      `contract/operand.py`.
 
     flat buffer    | q_proj.weight | k_proj.weight | v_proj.weight |
     packed tensor   |<---------------- qkv_weight ----------------->|    no copy
@@ -12,35 +14,66 @@ Next: `contract/packed.py` gives these tensors to layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.packed import PACKED_PARTS
-from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import once_differentiable, run_as_soon_as_ready
 
 
+class Operands:
+    """Operands in the dtype that the model computes in: the parameters and the packs themselves.
+
+    Whoever has it asks for everything that FP8 weights need as well, which here is nothing.
+
+    Attributes:
+        shown: what modules have views of, 1-D and padded; its memory may come and go.
+        columnwise: transposes of the weights, which a backward reads; None if it reads the weights.
+    """
+
+    columnwise: FlatBuffer | None = None
+
+    def __init__(self, shown: Tensor) -> None:
+        self.shown = shown
+
+    def leave_on(self, tensor: Tensor, slots: range) -> None:
+        """Leaves on the tensor over these slots what GEMMs read in place of it."""
+
+    def allocate_columnwise(self) -> bool:
+        """Allocates memory for the transposes; False if there is nothing to transpose."""
+        return False
+
+    def transpose(self) -> None:
+        """Fills the transposes from what was gathered."""
+
+    def free(self) -> None:
+        """Frees the transposes."""
+
+    def stay(self) -> None:
+        """Keeps the memory of the transposes for good, at one address."""
+
+
 class PackedTensors:
     """The packs of one flat group: one tensor each while it trains, and one while it is frozen.
 
-    Args:
-        unsharded: flat buffer, 1-D, padded; its memory must exist now, and may come and go later.
-        fp8: FP8 form of the parameters, of which layers read a pack's operand; None for others.
+    It is apart from `Operands` because it has graphs, which keep parameters: these have methods of an
+    `Operands` left on them, and no garbage collection sees a circle through graphs in C++.
     """
 
-    def __init__(self, layout: FlatLayout, unsharded: Tensor, fp8: FP8Weights | None) -> None:
+    def __init__(self, layout: FlatLayout, operands: Operands) -> None:
         self._packs = layout.packs
-        self._frozen = layout.pack_views(unsharded.detach())
+        self._operands = operands
+        # Made now, because views cannot be made of memory that is gone.
+        self._frozen = layout.pack_views(operands.shown.detach())
         self._trained: list[Tensor] = []
-        self._fp8 = fp8
-        self._leave_operands(self._frozen)
-        nan = torch.full((), torch.nan, dtype=unsharded.dtype, device=unsharded.device)
+        for pack, view in zip(self._packs, self._frozen, strict=True):
+            operands.leave_on(view, pack.slots)
+        nan = operands.shown.new_full((), torch.nan)
         self._absent = [nan.expand(pack.shape) for pack in self._packs]
 
     def train(self, parts: Sequence[Tensor], main_grad: MainGrad) -> None:
@@ -57,14 +90,9 @@ class PackedTensors:
                 PACKED_PARTS.leave(tensor, tuple(members))
                 # Autograd would run it last in the backward, because it is older than any forward.
                 run_as_soon_as_ready(tensor, depth=1)
+                self._operands.leave_on(tensor, pack.slots)
                 self._trained.append(tensor)
-        self._leave_operands(self._trained)
         main_grad.expose_packs(self._trained)
-
-    def _leave_operands(self, packs: Sequence[Tensor]) -> None:
-        if self._fp8 is not None:
-            for index, pack in enumerate(packs):
-                FP8_OPERAND.leave(pack, partial(self._fp8.pack_operand, index))
 
     def get(self, index: int, *, is_there: bool, trained: Sequence[bool]) -> Tensor | None:
         """Tensor that layers read now: NaN, in memory that is safe to read, if nothing is gathered.
