@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import span
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState, Version
@@ -118,20 +117,16 @@ class ComputeShard:
 
     def cast(self) -> None:
         """Casts the master shard, even if the compute shard is current."""
-        unit = self.master.unit
-        ledger, microbatch = unit.shared.ledger, unit.shared.microbatch.index
-        master, shard = self.master.flat.detach(), self.tensor
+        unit, master, shard = self.master.unit, self.master.flat.detach(), self.tensor
         if self.master.is_offloaded:
             nbytes = master.numel() * master.element_size()
             # From pinned memory, so the host does not wait for it.
-            with span("upload", unit.name, microbatch, nbytes):
+            with unit.moving("upload", "offload", nbytes):
                 master = master.to(shard.device, non_blocking=True)
-            ledger.add("offload", nbytes)
         if self.has_own_memory:
             nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with span("cast", unit.name, microbatch, nbytes):
+            with unit.moving("cast", "cast", nbytes):
                 self._convert(master)
-            ledger.add("cast", nbytes)
         state = self.state
         state.changes += 1
         state.is_cast = True

@@ -23,7 +23,6 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.streams import compute_waits_for
@@ -239,10 +238,9 @@ class FlatGroup:
 
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
-        shared, nbytes = self.unit.shared, 2 * sum(slot.numel for slot in self.layout.slots)
-        with span("transpose", self.name, shared.microbatch.index, nbytes):
+        nbytes = 2 * sum(slot.numel for slot in self.layout.slots)
+        with self.unit.moving("transpose", "transpose", nbytes):
             self.operands.transpose()
-        shared.ledger.add("transpose", nbytes)
 
     def started(self, gathered: torch.cuda.Event | None) -> None:
         """Notes that a gather has begun; the event `gathered` tells when it ends."""
