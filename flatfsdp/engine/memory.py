@@ -7,7 +7,7 @@ Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from flatfsdp.policy import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
+_OPTIMIZER = "the optimizer"
 RESERVED = "reserved, with the recordings"
 
 
@@ -105,13 +106,19 @@ class MemoryReport:
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
-_OF_REPLAYS = (
-    ("flat_buffer", "flat buffer", "FlatGroup"),
-    ("transposed", "transposed weights", "FP8Weights"),
-    ("main_grad", "main_grad", "MainGrad"),
-    ("reduced_grad", "reduced gradient", "FlatGroup"),
+_PASSING = (
+    ("flat_buffer", "flat buffer", "FlatGroup", "unshard to reshard"),
+    ("transposed", "transposed weights", "FP8Weights", "unshard for backward to reshard"),
+    ("main_grad", "main_grad", "MainGrad", "first gradient to reduction"),
+    ("reduced_grad", "reduced gradient", _OPTIMIZER, "reduction to zero_grad"),
 )
-"""Buffers that recorded microbatches may keep at one address: name in `GroupSizes`, buffer and owner."""
+"""Buffers that live for a part of a step, unless recorded microbatches keep them at one address.
+
+Name in `GroupSizes`, buffer, owner and lifetime.
+"""
+
+_GATHERED = ("flat_buffer", "transposed")
+"""Those of them that a few units have at one time; each unit may have the others."""
 
 
 class GroupSizes(NamedTuple):
@@ -132,23 +139,18 @@ class GroupSizes(NamedTuple):
     reduced_grad: Size | None
     stay: frozenset[str] = frozenset()
 
-    def passing(self, name: str) -> Size | None:
-        """Size of the buffer of this name if it is freed in between; None otherwise."""
-        return None if name in self.stay else getattr(self, name)
-
-    def staying(self, name: str) -> Size | None:
-        """Size of the buffer of this name if it stays for good; None otherwise."""
-        return getattr(self, name) if name in self.stay else None
-
 
 def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
-    groups = root.groups
-    state = [] if optimizer is None else list(_state_of(groups, optimizer))
-    frees = any(group.unit.policy.reshard_after_forward for group in groups)
+    state = [] if optimizer is None else _state_of(root.groups, optimizer)
+    frees = any(group.unit.policy.reshard_after_forward for group in root.groups)
     report = report_of(sizes_of(root), state, units_ahead(prefetch) if frees else None)
-    pools = [pool.nbytes for pool in root.pools]
-    return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
+    pools = [pool.nbytes for pool in root.pools if pool.nbytes]
+    if not pools:
+        return report
+    # Activations, and buffers that live only within a recording: bytes without a dtype of their own.
+    kind, total = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools)
+    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, RESERVED)))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
@@ -167,63 +169,53 @@ def report_of(
         ahead: number of units gathered beside the running one; None: all units stay gathered until the last
             microbatch.
     """
-    groups = [group for unit in units for group in unit]
+
+    def of(name: str, *, stays: bool = False) -> list[list[Size]]:
+        return [[s for g in unit if (s := getattr(g, name)) and (name in g.stay) is stays] for unit in units]
+
     rows = [
-        *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
-        *_rows("compute shard", "ComputeShard", ALWAYS, (g.compute_shard for g in groups)),
-        *_rows("optimizer state", "the optimizer", ALWAYS, state),
+        *_rows("master shard", "MasterShard", ALWAYS, of("master")),
+        *_rows("compute shard", "ComputeShard", ALWAYS, of("compute_shard")),
+        *_rows("optimizer state", _OPTIMIZER, ALWAYS, [list(state)]),
     ]
-    for name, buffer, owner in _OF_REPLAYS:
-        rows += _rows(f"{buffer}, for replays", owner, ALWAYS, (g.staying(name) for g in groups))
-    rows += [
-        *_unsharded(
-            "flat buffer",
-            "FlatGroup",
-            "unshard to reshard",
-            [[g.passing("flat_buffer") for g in u] for u in units],
-            ahead,
-        ),
-        *_unsharded(
-            "transposed weights",
-            "FP8Weights",
-            "unshard for backward to reshard",
-            [[g.passing("transposed") for g in u] for u in units],
-            ahead,
-        ),
-        *_rows(
-            "main_grad", "MainGrad", "first gradient to reduction", (g.passing("main_grad") for g in groups)
-        ),
-        *_rows(
-            "reduced gradient",
-            "the optimizer",
-            "reduction to zero_grad",
-            (g.passing("reduced_grad") for g in groups),
-        ),
-    ]
+    for name, buffer, owner, _ in _PASSING:
+        # The optimizer zeroes what it is given, and the group has its memory for the next step.
+        keeper = "FlatGroup" if owner == _OPTIMIZER else owner
+        rows += _rows(f"{buffer}, for replays", keeper, ALWAYS, of(name, stays=True))
+    for name, buffer, owner, lives in _PASSING:
+        rows += _rows(buffer, owner, lives, of(name), ahead if name in _GATHERED else None)
     return MemoryReport(tuple(rows))
+
+
+def sizes_of(root: Root) -> list[list[GroupSizes]]:
+    """Sizes of the buffers of each unit's groups, the root's own first."""
+    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
 
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:
     """Sizes of a group's permanent buffers, and of those that appear in a step."""
     placement = None if group.grid.tensor.size == 1 else group.layout.placement
-    shard = group.compute_shard
-    master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
+    master, shard, precision = group.master, group.compute_shard, group.unit.policy.precision
+    columnwise = None if group.fp8 is None else group.fp8.columnwise
+    keeping = {"flat_buffer": group.buffer, "transposed": columnwise, "main_grad": group.main_grad}
+    stay = {name for name, buffer in keeping.items() if buffer is not None and buffer.stays}
 
-    def size(tensor: Tensor) -> Size:
-        return Size(tensor.numel(), tensor.dtype, placement)
+    def size(numel: int, dtype: torch.dtype, *, exists: bool = True) -> Size | None:
+        return Size(numel, dtype, placement) if exists else None
+
+    def size_of(tensor: Tensor, *, exists: bool = True) -> Size | None:
+        return size(tensor.numel(), tensor.dtype, exists=exists)
 
     padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
-    trained = group.trains
     return GroupSizes(
-        master=size(master.flat) if on_device else None,
-        compute_shard=size(shard.tensor) if shard.has_own_memory else None,
-        flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
-        transposed=None if columnwise is None else size(columnwise.tensor),
-        main_grad=Size(padded, group.unit.policy.precision.accumulate, placement) if trained else None,
-        reduced_grad=(
-            Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
-        ),
-        stay=frozenset(_staying(group)),
+        master=size_of(master.flat, exists=on_device),
+        compute_shard=size_of(shard.tensor, exists=shard.has_own_memory),
+        flat_buffer=None if group.buffer is None else size_of(group.buffer.tensor),
+        transposed=None if columnwise is None else size_of(columnwise.tensor),
+        # Not by their tensors, which come and go within a step: a report is the same at any time.
+        main_grad=size(padded, precision.accumulate, exists=group.trains),
+        reduced_grad=size(master.flat.numel(), master.grad_dtype, exists=group.trains and on_device),
+        stay=frozenset(stay if group.kept_grad is None else {*stay, "reduced_grad"}),
     )
 
 
@@ -241,23 +233,6 @@ def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
         yield "reduced gradient", grad
 
 
-def sizes_of(root: Root) -> list[list[GroupSizes]]:
-    """Sizes of the buffers of each unit's groups, the root's own first."""
-    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
-
-
-def _staying(group: FlatGroup) -> Iterator[str]:
-    """Names of the buffers that replays keep."""
-    if group.buffer is not None and group.buffer.stays:
-        yield "flat_buffer"
-    if group.fp8 is not None and group.fp8.columnwise.stays:
-        yield "transposed"
-    if group.main_grad is not None and group.main_grad.stays:
-        yield "main_grad"
-    if group.kept_grad is not None:
-        yield "reduced_grad"
-
-
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
     """Sizes of the optimizer's state for these groups; it may also update others, such as other stages'."""
     for master in (group.master for group in groups):
@@ -267,37 +242,20 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
                     yield Size(value.numel(), value.dtype)
 
 
-def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
-    """Rows of the recordings' memory pools: activations, and buffers that live only within a recording."""
-    if pools:
-        total = sum(pools)
-        yield MemoryRow(
-            "pool of recordings", "flatfsdp.replayed", torch.uint8, len(pools), total, total, RESERVED
-        )
-
-
-def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:
-    """One row a dtype and placement, for buffers that all live at the same time."""
-    by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
-    for size in sizes:
-        if size is not None:
-            by_kind.setdefault(size[1:], []).append(size.nbytes)
-    for (dtype, placement), found in by_kind.items():
-        yield MemoryRow(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
-
-
-def _unsharded(
-    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
+def _rows(
+    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size]], ahead: int | None = None
 ) -> Iterator[MemoryRow]:
-    """Rows of buffers that the root, the running unit and those gathered ahead have at one time.
+    """One row a dtype and placement, for the buffers of this name in each unit.
 
-    They are rows of all units if parameters stay until the last microbatch.
+    Args:
+        ahead: the root, the running unit and as many ahead have their buffers at one time; None: all units.
     """
-    for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
-        kind = (row.dtype, row.placement)
-        each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]
+    for kind in dict.fromkeys(size[1:] for unit in units for size in unit):
+        of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in units]
+        each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
         at_a_time = sum(each) if ahead is None else each[0] + largest_window(each[1:], ahead)
-        yield replace(row, at_a_time=at_a_time)
+        dtype, placement = kind
+        yield MemoryRow(buffer, owner, dtype, count, sum(each), at_a_time, lives, placement)
 
 
 def largest_window(sizes: Sequence[int], ahead: int) -> int:

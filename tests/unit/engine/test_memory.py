@@ -53,8 +53,7 @@ def test_what_replays_keep_is_there_always() -> None:
     model = build(in_fp8=True)
     before = model.memory_report()
     for is_summed in (False, True):
-        for unit in root_of(model).units:
-            keep_addresses(unit.groups, of_sums=is_summed)
+        keep_addresses(root_of(model), of_sums=is_summed)
         report = model.memory_report()
         kept = [row for row in report.rows if row.buffer.endswith(", for replays")]
         assert {row.lives for row in kept} == {"always"}
