@@ -18,11 +18,10 @@ from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.full_params import whole_for_state_dict
 from flatfsdp.engine.input_casts import is_cast
-from flatfsdp.engine.methods import UnitMethods, whole_units
+from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.units import root_of
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.module_wrapper import ModuleWrapper
@@ -151,8 +150,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         return [] if state.is_whole else [group.binding for group in state.groups]
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
-        root_of(self)
-        return whole_units([self], state_dict_gathering(), writeback=False)
+        return whole_for_state_dict(self)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
         groups = self.fsdp_state.groups

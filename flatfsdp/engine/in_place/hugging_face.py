@@ -29,10 +29,10 @@ from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.in_place.adapters import computing_by_itself, only_keys, said_of_adapters
 from flatfsdp.engine.in_place.parts import unit_of
-from flatfsdp.engine.methods import whole_units
-from flatfsdp.engine.units import root_of, units_in
+from flatfsdp.engine.units import distinct_units, root_of
 from flatfsdp.flat.sites import Site
 from flatfsdp.policy import Gathering
 
@@ -147,7 +147,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
             meet(ranks, "save_pretrained", state.policy.timeout)
         problem = None
         root_of(unit_of(module))
-        units = list(dict.fromkeys(unit for _, unit in units_in(unit_of(module))))
+        units = distinct_units(unit_of(module))
         with whole_units(units, Gathering(rank0_only=True, offload_to_cpu=True), writeback=False):
             if state.grid.is_first:
                 # All that the method asks of inner modules is here now, without the other ranks.
