@@ -21,6 +21,7 @@ from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.guards.late_modules import refuse_late_module
 from flatfsdp.engine.guards.optimizers import (
     note_part,
+    parameters_of,
     refuse_early_step,
     refuse_optimizer,
     refuse_state_of_another_part,
@@ -76,11 +77,9 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         ValueError: if it needs whole parameters.
     """
     watched = vars(optimizer)
-    if _WATCHED in watched:
-        return
     # No function call per parameter: an ordinary optimizer, which is never watched, comes here in each step.
     shard = FLAT_SHARD.name
-    if all(p.__dict__.get(shard) is None for group in optimizer.param_groups for p in group["params"]):
+    if _WATCHED in watched or all(p.__dict__.get(shard) is None for p in parameters_of(optimizer)):
         return
     refuse_whole_parameters_needed(optimizer)
     optimizer.register_state_dict_post_hook(note_part)

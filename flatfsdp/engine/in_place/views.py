@@ -60,16 +60,22 @@ def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]
     Args:
         originals: the parameters of the slots, in their order.
     """
-    length = master.flat.numel()
-    first = master.grid.shard.rank * length
     portions = []
     for slot, original in zip(master.layout.slots, originals, strict=True):
-        start, stop = (min(max(edge - first, 0), length) for edge in (slot.offset, slot.end))
-        view = nn.Parameter(master.flat.detach()[start:stop], original.requires_grad)
-        vars(view).update(_users_own(vars(original)))
-        WHOLE_SHAPE.leave(view, slot.whole_shape)
-        portions.append(Portion(view, start, stop))
+        portion = portion_of(master, slot.offset, slot.end, trains=original.requires_grad)
+        vars(portion.parameter).update(_users_own(vars(original)))
+        WHOLE_SHAPE.leave(portion.parameter, slot.whole_shape)
+        portions.append(portion)
     return portions
+
+
+def portion_of(master: MasterShard, offset: int, end: int, *, trains: bool = True) -> Portion:
+    """This rank's part of elements [offset, end) of the whole buffer: a parameter in the shard's memory."""
+    length = master.flat.numel()
+    first = master.grid.shard.rank * length
+    start, stop = (min(max(edge - first, 0), length) for edge in (offset, end))
+    # A slice of a detached tensor shares the version counter, so an update of the parameter is noticed.
+    return Portion(nn.Parameter(master.flat.detach()[start:stop], trains), start, stop)
 
 
 def _users_own(attributes: dict[str, Any]) -> dict[str, Any]:
