@@ -33,23 +33,9 @@ _REFUSED = {
 }
 
 
-def said_of_adapters(plain: type[nn.Module]) -> dict[str, Any]:
-    """Replacements, by name, for those of these methods that the class has."""
-    if hasattr(plain, "adapter_layer_names"):
-        # A layer of PEFT: the model around it, whose methods are replaced, calls it.
-        return {}
-    found: dict[str, Any] = {name: _refusing(name, why) for name, why in _REFUSED.items()}
-    for name in ("merge_adapter", "unmerge_adapter"):
-        if hasattr(plain, name):
-            found[name] = _with_whole_parameters(getattr(plain, name))
-    if hasattr(plain, "load_adapter"):
-        found["load_adapter"] = _into_its_place(plain.load_adapter)
-    if hasattr(plain, "set_adapter"):
-        found["set_adapter"] = _as_trained(plain.set_adapter)
-    return {name: value for name, value in found.items() if hasattr(plain, name)}
+def refusing(name: str, why: str, _method: object = None) -> Callable[..., NoReturn]:
+    """A method that raises RuntimeError, in the place of the method of this name."""
 
-
-def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     def refuse(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"{name} of a {type(module).__name__} that is sharded: {why}")
 
@@ -73,7 +59,7 @@ def _into_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
     def load_adapter(module: Any, *args: Any, **kwargs: Any) -> Any:
         name = signature.bind(module, *args, **kwargs).arguments.get("adapter_name", "default")
         if name not in getattr(module, "peft_config", {}):
-            _refusing("load_adapter", _REFUSED["add_adapter"])(module)
+            refusing("load_adapter", _REFUSED["add_adapter"])(module)
         return method(module, *args, **kwargs)
 
     return load_adapter
@@ -104,6 +90,16 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
     return set_adapter
 
 
+OF_ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "merge_adapter": _with_whole_parameters,
+    "unmerge_adapter": _with_whole_parameters,
+    "load_adapter": _into_its_place,
+    "set_adapter": _as_trained,
+    **{name: functools.partial(refusing, name, why) for name, why in _REFUSED.items()},
+}
+"""What makes the replacement of each method from the method itself, by name."""
+
+
 @contextmanager
 def only_keys(module: Any) -> Iterator[None]:
     """Context in which state dicts of parts are local, with this rank's parts: PEFT asks for their keys.
@@ -124,17 +120,3 @@ def only_keys(module: Any) -> Iterator[None]:
         yield
     finally:
         state.is_whole = before
-
-
-@contextmanager
-def computing_by_itself(module: nn.Module) -> Iterator[None]:
-    """Context inside `summon_full_params` in which parts compute with the ordinary parameters.
-
-    Prompt encoders do so when they are saved.
-    """
-    state = unit_of(module).fsdp_state
-    state.uses += 1
-    try:
-        yield
-    finally:
-        state.uses -= 1

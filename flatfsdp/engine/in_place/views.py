@@ -13,7 +13,6 @@ An empty view stands where its parameter would be, so starts ascend in the order
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -63,7 +62,9 @@ def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]
     portions = []
     for slot, original in zip(master.layout.slots, originals, strict=True):
         portion = portion_of(master, slot.offset, slot.end, trains=original.requires_grad)
-        vars(portion.parameter).update(_users_own(vars(original)))
+        # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
+        users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
+        vars(portion.parameter).update(users_own)
         WHOLE_SHAPE.leave(portion.parameter, slot.whole_shape)
         portions.append(portion)
     return portions
@@ -76,8 +77,3 @@ def portion_of(master: MasterShard, offset: int, end: int, *, trains: bool = Tru
     start, stop = (min(max(edge - first, 0), length) for edge in (offset, end))
     # A slice of a detached tensor shares the version counter, so an update of the parameter is noticed.
     return Portion(nn.Parameter(master.flat.detach()[start:stop], trains), start, stop)
-
-
-def _users_own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes to copy, with tensor-parallel marks, which other libraries read from the optimizer."""
-    return {name: value for name, value in attributes.items() if name not in _OF_ONE_TENSOR}
