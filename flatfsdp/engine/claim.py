@@ -182,16 +182,14 @@ def bindings_of(
     stored = dict.fromkeys(ordered, Role.COMPUTE)
     if fp8:
         stored = packs.agreed(roles(module, ordered, packs.read_in_fp8))
-    chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
-        each: [] for each in itertools.product((True, False), Role, Placement)
-    }
-    for parameter, role in stored.items():
-        chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
+    kinds = {p: (p.requires_grad, role, placement_of(p, tensor)) for p, role in stored.items()}
     places = {parameter: place for place, parameter in enumerate(parameters)}
     bindings = []
-    for (_, role, _), members in chosen.items():
+    # In one order on all ranks, and with a group for each kind of which there are parameters.
+    for kind in itertools.product((True, False), Role, Placement):
+        members = [parameter for parameter in kinds if kinds[parameter] == kind]
         if members:
-            binding = Binding.of(module, members, role, tensor, packs.among(members))
+            binding = Binding.of(module, members, kind[1], tensor, packs.among(members))
             before = [places[parameter] for parameter in members]
             binding.is_moved = before != sorted(before)
             bindings.append(binding)

@@ -19,6 +19,7 @@ from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import whole_for_state_dict
+from flatfsdp.engine.in_place.adapters import OF_ADAPTERS
 from flatfsdp.engine.input_casts import is_cast
 from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.options import Options, require_known
@@ -97,7 +98,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_ADAPTERS and hasattr(self._modules.get("module"), "peft_config"):
+        if name in _FINDS_ADAPTERS and hasattr(self._modules.get("module"), "peft_config"):
             raise AttributeError(_adapters_message(name))
         if name == "save_pretrained":
             raise AttributeError(
@@ -170,18 +171,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 yield site.name, parameter
 
 
-_OF_ADAPTERS = (
-    "peft_config",
-    "save_pretrained",
-    "merge_adapter",
-    "unmerge_adapter",
-    "merge_and_unload",
-    "unload",
-    "add_adapter",
-    "delete_adapter",
-    "load_adapter",
-    "set_adapter",
-)
+_FINDS_ADAPTERS = {"peft_config", "save_pretrained", *OF_ADAPTERS}
 """Attributes through which PEFT finds modules by name."""
 
 

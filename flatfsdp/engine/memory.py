@@ -6,7 +6,7 @@ Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from flatfsdp.policy import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
-_OPTIMIZER = "the optimizer"
 RESERVED = "reserved, with the recordings"
 
 
@@ -106,38 +105,30 @@ class MemoryReport:
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
-_PASSING = (
-    ("flat_buffer", "flat buffer", "FlatGroup", "unshard to reshard"),
-    ("transposed", "transposed weights", "FP8Weights", "unshard for backward to reshard"),
-    ("main_grad", "main_grad", "MainGrad", "first gradient to reduction"),
-    ("reduced_grad", "reduced gradient", _OPTIMIZER, "reduction to zero_grad"),
-)
-"""Buffers that live for a part of a step, unless recorded microbatches keep them at one address.
+GroupSizes = Mapping[str, Size]
+"""Sizes of one flat group's buffers on this rank's device, by buffer, as far as the group has them.
 
-Name in `GroupSizes`, buffer, owner and lifetime.
+A buffer that lives for a part of a step is under another name if recorded microbatches keep it.
 """
 
-_GATHERED = ("flat_buffer", "transposed")
-"""Those of them that a few units have at one time; each unit may have the others."""
+_FOR_REPLAYS = ", for replays"
+_BUFFERS = (
+    ("master shard", "MasterShard", ALWAYS),
+    ("compute shard", "ComputeShard", ALWAYS),
+    ("optimizer state", "the optimizer", ALWAYS),
+    ("flat buffer" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
+    ("transposed weights" + _FOR_REPLAYS, "FP8Weights", ALWAYS),
+    ("main_grad" + _FOR_REPLAYS, "MainGrad", ALWAYS),
+    ("reduced gradient" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
+    ("flat buffer", "FlatGroup", "unshard to reshard"),
+    ("transposed weights", "FP8Weights", "unshard for backward to reshard"),
+    ("main_grad", "MainGrad", "first gradient to reduction"),
+    ("reduced gradient", "the optimizer", "reduction to zero_grad"),
+)
+"""All buffers, in the order of the report: name, owner and lifetime."""
 
-
-class GroupSizes(NamedTuple):
-    """Sizes of one flat group's buffers on this rank's device; None: no such buffer, or in CPU memory.
-
-    Attributes:
-        flat_buffer: gathered parameters.
-        transposed: transposes of FP8 weights.
-        main_grad: unsharded gradients, summed over microbatches.
-        stay: names of the buffers, of the last four fields, that recorded microbatches keep for good.
-    """
-
-    master: Size | None
-    compute_shard: Size | None
-    flat_buffer: Size | None
-    transposed: Size | None
-    main_grad: Size | None
-    reduced_grad: Size | None
-    stay: frozenset[str] = frozenset()
+_GATHERED = ("flat buffer", "transposed weights")
+"""Those of them that only the root, the running unit and those gathered ahead have at one time."""
 
 
 def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
@@ -169,21 +160,18 @@ def report_of(
         ahead: number of units gathered beside the running one; None: all units stay gathered until the last
             microbatch.
     """
-
-    def of(name: str, *, stays: bool = False) -> list[list[Size]]:
-        return [[s for g in unit if (s := getattr(g, name)) and (name in g.stay) is stays] for unit in units]
-
-    rows = [
-        *_rows("master shard", "MasterShard", ALWAYS, of("master")),
-        *_rows("compute shard", "ComputeShard", ALWAYS, of("compute_shard")),
-        *_rows("optimizer state", _OPTIMIZER, ALWAYS, [list(state)]),
-    ]
-    for name, buffer, owner, _ in _PASSING:
-        # The optimizer zeroes what it is given, and the group has its memory for the next step.
-        keeper = "FlatGroup" if owner == _OPTIMIZER else owner
-        rows += _rows(f"{buffer}, for replays", keeper, ALWAYS, of(name, stays=True))
-    for name, buffer, owner, lives in _PASSING:
-        rows += _rows(buffer, owner, lives, of(name), ahead if name in _GATHERED else None)
+    of_units = [*units, [{"optimizer state": size} for size in state]]
+    rows = []
+    for buffer, owner, lives in _BUFFERS:
+        found = [[sizes[buffer] for sizes in unit if buffer in sizes] for unit in of_units]
+        for kind in dict.fromkeys(size[1:] for unit in found for size in unit):
+            of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in found]
+            each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
+            at_a_time = sum(each)
+            if ahead is not None and buffer in _GATHERED:
+                # The root's own stay from its forward to its backward.
+                at_a_time = each[0] + largest_window(each[1:], ahead)
+            rows.append(MemoryRow(buffer, owner, kind[0], count, sum(each), at_a_time, lives, kind[1]))
     return MemoryReport(tuple(rows))
 
 
@@ -194,29 +182,29 @@ def sizes_of(root: Root) -> list[list[GroupSizes]]:
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:
     """Sizes of a group's permanent buffers, and of those that appear in a step."""
-    placement = None if group.grid.tensor.size == 1 else group.layout.placement
-    master, shard, precision = group.master, group.compute_shard, group.unit.policy.precision
+    layout, master, shard, main_grad = group.layout, group.master, group.compute_shard, group.main_grad
+    placement = None if group.grid.tensor.size == 1 else layout.placement
+    sizes: dict[str, Size] = {}
+
+    def add(buffer: str, numel: int, dtype: torch.dtype, *, stays: bool = False) -> None:
+        sizes[buffer + _FOR_REPLAYS if stays else buffer] = Size(numel, dtype, placement)
+
+    if not master.is_offloaded:
+        add("master shard", master.flat.numel(), master.flat.dtype)
+    if shard.has_own_memory:
+        add("compute shard", shard.tensor.numel(), shard.tensor.dtype)
     columnwise = None if group.fp8 is None else group.fp8.columnwise
-    keeping = {"flat_buffer": group.buffer, "transposed": columnwise, "main_grad": group.main_grad}
-    stay = {name for name, buffer in keeping.items() if buffer is not None and buffer.stays}
-
-    def size(numel: int, dtype: torch.dtype, *, exists: bool = True) -> Size | None:
-        return Size(numel, dtype, placement) if exists else None
-
-    def size_of(tensor: Tensor, *, exists: bool = True) -> Size | None:
-        return size(tensor.numel(), tensor.dtype, exists=exists)
-
-    padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
-    return GroupSizes(
-        master=size_of(master.flat, exists=on_device),
-        compute_shard=size_of(shard.tensor, exists=shard.has_own_memory),
-        flat_buffer=None if group.buffer is None else size_of(group.buffer.tensor),
-        transposed=None if columnwise is None else size_of(columnwise.tensor),
-        # Not by their tensors, which come and go within a step: a report is the same at any time.
-        main_grad=size(padded, precision.accumulate, exists=group.trains),
-        reduced_grad=size(master.flat.numel(), master.grad_dtype, exists=group.trains and on_device),
-        stay=frozenset(stay if group.kept_grad is None else {*stay, "reduced_grad"}),
-    )
+    for name, flat in (("flat buffer", group.buffer), ("transposed weights", columnwise)):
+        if flat is not None:
+            add(name, flat.tensor.numel(), flat.tensor.dtype, stays=flat.stays)
+    if group.trains:
+        # Not by its tensor, which comes and goes within a step: a report is the same at any time.
+        padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
+        add("main_grad", padded, dtype, stays=main_grad is not None and main_grad.stays)
+    if group.trains and not master.is_offloaded:
+        kept = group.kept_grad is not None
+        add("reduced gradient", master.flat.numel(), master.grad_dtype, stays=kept)
+    return sizes
 
 
 def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
@@ -240,22 +228,6 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
             for value in optimizer.state.get(portion.parameter, {}).values():
                 if isinstance(value, Tensor) and value.device == master.device:
                     yield Size(value.numel(), value.dtype)
-
-
-def _rows(
-    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size]], ahead: int | None = None
-) -> Iterator[MemoryRow]:
-    """One row a dtype and placement, for the buffers of this name in each unit.
-
-    Args:
-        ahead: the root, the running unit and as many ahead have their buffers at one time; None: all units.
-    """
-    for kind in dict.fromkeys(size[1:] for unit in units for size in unit):
-        of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in units]
-        each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
-        at_a_time = sum(each) if ahead is None else each[0] + largest_window(each[1:], ahead)
-        dtype, placement = kind
-        yield MemoryRow(buffer, owner, dtype, count, sum(each), at_a_time, lives, placement)
 
 
 def largest_window(sizes: Sequence[int], ahead: int) -> int:

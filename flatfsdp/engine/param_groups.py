@@ -184,11 +184,6 @@ class PortionTarget:
         return self.group.unit.shared.scales if self.group.unit.is_used else None
 
     @property
-    def awaits_gradients(self) -> bool:
-        """Whether no gradient has landed since the model's last training forward."""
-        return self.group.unit.shared.microbatch.awaits_gradients
-
-    @property
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
         group, shard = self.group, self.group.compute_shard

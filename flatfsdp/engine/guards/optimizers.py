@@ -172,13 +172,13 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
             nothing in the optimizer has a gradient, and no backward has brought one to a model whose shards
             it has since that model's last training forward.
     """
-    targets = _targets(optimizer)
+    groups = list(dict.fromkeys(target.group for target in _targets(optimizer)))
     # First: this may find that accumulated gradients were zeroed, and drop them.
-    for group in dict.fromkeys(target.group for target in targets):
+    for group in groups:
         group.require_reduced()
     if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters_of(optimizer)):
         return
-    if any(target.awaits_gradients for target in targets):
+    if any(group.unit.shared.microbatch.awaits_gradients for group in groups):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
             "brought one to the model since its last training forward. backward(inputs=...) with what "

@@ -50,14 +50,14 @@ class Guarded(nn.Module):
         super().__setattr__(name, value)
 
 
-def refuse_engine_around(parent: nn.Module, value: nn.Module) -> None:
+def refuse_engine_around(parent: nn.Module, _name: str, value: nn.Module | None) -> None:
     """Checks a module before it becomes a child of `parent`.
 
     Raises:
         ValueError: if `parent` is another engine, and there is a unit in `value`.
     """
     engine = _wrapper_name(parent)
-    if engine is not None and any(map(is_unit, value.modules())):
+    if engine is not None and value is not None and any(map(is_unit, value.modules())):
         raise _around(engine)
 
 

@@ -44,17 +44,12 @@ def _install() -> None:
 
     They hold no model: marks on a module or parameter say whether a unit owns it.
     """
-    register_module_module_registration_hook(_before_module)
+    register_module_module_registration_hook(refuse_late_module)
+    register_module_module_registration_hook(refuse_engine_around)
     register_optimizer_step_pre_hook(_before_step)
     # PyTorch has no hook for what optimizers are given, nor for state dicts of all of them.
     cls: Any = torch.optim.Optimizer
     cls.add_param_group = _watching(cls.add_param_group)
-
-
-def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
-    refuse_late_module(parent, name, value)
-    if value is not None:
-        refuse_engine_around(parent, value)
 
 
 def _watching(add: Callable[..., None]) -> Callable[..., None]:

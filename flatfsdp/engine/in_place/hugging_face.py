@@ -53,11 +53,6 @@ def _computed_with(module: nn.Module) -> Tensor:
     raise AttributeError(f"{type(module).__name__} has no parameter of floating-point numbers")
 
 
-def _generates_together(module: nn.Module) -> bool:
-    """Tells transformers that every forward is collective, so that all ranks generate equally long."""
-    return not unit_of(module).fsdp_state.is_kept
-
-
 def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +98,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
         given = bound.arguments.pop("state_dict", bound.kwargs.get("state_dict"))
 
         def write(values: dict[str, Any]) -> None:
+            local_path(folder)
             tensors = (value for value in values.values() if isinstance(value, Tensor))
             floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
             _SAVED_DTYPE.leave(module, next(floating, None))
@@ -112,7 +108,6 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
                 _SAVED_DTYPE.leave(module, None)
 
         if given is not None:
-            local_path(folder)
             with only_keys(module):
                 write(given)
             return
@@ -129,7 +124,6 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
                 # compute by themselves meanwhile, as inside a call: prompt encoders are computed to be saved.
                 state.uses += 1
                 try:
-                    local_path(folder)
                     write(module.state_dict())
                 except Exception as error:
                     problem = error
@@ -177,7 +171,8 @@ def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
     makers = (_OF_MODELS | adapters).items()
     found = {name: make(getattr(plain, name)) for name, make in makers if hasattr(plain, name)}
     if hasattr(plain, "generate"):
-        found["_is_fsdp_managed_module"] = property(_generates_together)
+        # Every forward is collective, so that transformers lets all ranks generate equally long.
+        found["_is_fsdp_managed_module"] = property(lambda self: not unit_of(self).fsdp_state.is_kept)
         # The compiler reads this from modules that claim to be FSDP's.
         found["_fsdp_use_orig_params"] = True
     return found
