@@ -153,10 +153,8 @@ def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.P
         parameters: (name, parameter), including meta-device parameters that have been replaced: another
             unit may still hold one that was tied.
     """
-    for binding in bindings:
-        for sites in binding.sites:
-            for site in sites:
-                mark_taken_from(site.module, site.attribute, site.name)
+    for site in (site for binding in bindings for sites in binding.sites for site in sites):
+        mark_taken_from(site.module, site.attribute, site.name)
     for name, parameter in parameters:
         TAKEN_AS.leave(parameter, name)
 

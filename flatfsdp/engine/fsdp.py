@@ -85,12 +85,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes set on the wrapper itself may be replaced; "module" does not exist before wrapping.
-        if (
-            isinstance(value, nn.Module)
-            and name != "module"
-            and name not in self._modules
-            and hasattr(self, name)
-        ):
+        is_new = isinstance(value, nn.Module) and name != "module" and name not in self._modules
+        if is_new and hasattr(self, name):
             raise TypeError(
                 f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
                 "used nor reduced; replace it first, then wrap"

@@ -103,12 +103,19 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
                 unit._parameters[name] = flat
         for group in groups:
             group.params.rebind()
-        if writeback and gathering.rank0_only:
-            _write_from_rank0(gathered, failure)
-        elif writeback and failure is None:
-            for each in gathered:
-                assert each.full is not None
-                each.group.master.store(each.full)
+        problem = None if failure is None else repr(failure)
+        if writeback and gathered:
+            if gathering.rank0_only:
+                # Otherwise the others would wait in the scatter for values of a rank that has failed.
+                master = groups[0].master
+                problem = broadcast_object(problem, master.grid.dimensions[:2], master.device)
+            if problem is None:
+                for each in gathered:
+                    each.store(from_rank0=gathering.rank0_only)
+            elif failure is None:
+                raise RuntimeError(
+                    f"parameters were not written back, because the first rank failed: {problem}"
+                )
 
 
 def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
@@ -163,16 +170,11 @@ class _Gathered:
         """Places in the buffer of parameters that were replaced by other objects, and the new values."""
         return self.group.binding.replaced(self._views) if self._views else []
 
-
-def _write_from_rank0(gathered: Sequence[_Gathered], failure: BaseException | None) -> None:
-    if not gathered:
-        return
-    master = gathered[0].group.master
-    problem = broadcast_object(
-        None if failure is None else repr(failure), master.grid.dimensions[:2], master.device
-    )
-    if problem is None:
-        for each in gathered:
-            each.group.master.store_from_rank0(None if each.full is None else each.full.to(master.device))
-    elif failure is None:
-        raise RuntimeError(f"parameters were not written back, because the first rank failed: {problem}")
+    def store(self, *, from_rank0: bool) -> None:
+        """Writes the values of this rank, or of the first one, to the shard.  The latter is collective."""
+        master = self.group.master
+        if from_rank0:
+            master.store_from_rank0(None if self.full is None else self.full.to(master.device))
+        else:
+            assert self.full is not None
+            master.store(self.full)

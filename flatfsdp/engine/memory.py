@@ -94,11 +94,9 @@ class MemoryReport:
     def __str__(self) -> str:
         heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
         lines = [
-            (
-                *(row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)),
-                *(f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)),
-                row.lives,
-            )
+            [row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)]
+            + [f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)]
+            + [row.lives]
             for row in self.rows
         ]
         table = plain_table([heads, *lines], right=(3, 4, 5))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.memory import MemoryReport, memory_report
@@ -105,13 +106,8 @@ class UnitMethods(UnitModule):
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
         root_of(self).require_no_writes()
-        return clip_grad_norm(
-            gradients_of(self),
-            self.fsdp_state.shared.device,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        grads, device = gradients_of(self), self.fsdp_state.shared.device
+        return clip_grad_norm(grads, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, also `main_grad` of shards and what was accumulated and not yet reduced."""
@@ -272,3 +268,20 @@ class UnitMethods(UnitModule):
 
 
 answer_methods(UnitMethods, METHODS)
+
+
+def unit_of(module: nn.Module) -> UnitMethods:
+    """Returns the unit of a module: itself if it is one, or the unit that the part belongs to.
+
+    Raises:
+        TypeError: for any other module.
+    """
+    if isinstance(module, UnitMethods):
+        return module
+    reference = PART_OF.of(module)
+    unit = None if reference is None else reference()
+    if not isinstance(unit, UnitMethods):
+        raise TypeError(
+            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
+        )
+    return unit

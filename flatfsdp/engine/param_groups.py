@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
 from flatfsdp.engine.in_place.views import portion_of
@@ -63,10 +62,9 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         for name in _selected(group, shapes):
             chosen.setdefault(name, index)
     rest = len(groups)
-    to_cut = [group for _, group in groups_of_model if not group.master.has_views]
-    if any(group.master.marks.is_on or group.master.grads for group in to_cut):
+    masters = [group.master for _, group in groups_of_model if not group.master.has_views]
+    if any(master.marks.is_on or master.grads for master in masters):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
-    masters = [group.master for group in to_cut]
     if any(master.is_cut for master in masters):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
@@ -155,6 +153,7 @@ class PortionTarget:
     Attributes:
         group: the group.
         grid: the ranks over which the buffer is sharded, replicated and split.
+        identify: tells what a collective for this parameter carries.
         device: the device that the model computes on.
         rounding: the dtype of `compute`, to which values are rounded before an amax is taken.
         is_counted: whether this rank counts the gradient in a norm: of ranks with the same one, one does.
@@ -164,6 +163,7 @@ class PortionTarget:
         unit = group.unit
         self.group = group
         self.grid = unit.grid
+        self.identify = unit.identify
         self.device = unit.shared.device
         self.rounding = unit.policy.precision.compute
         self.is_counted = group.master.is_counted
@@ -173,10 +173,6 @@ class PortionTarget:
     def stages(self) -> Ranks:
         """The ranks of the pipeline; without one, alone."""
         return self.group.master.stages
-
-    def identify(self, action: Action) -> Identity | None:
-        """What a collective for this parameter carries."""
-        return self.group.unit.identify(action)
 
     @property
     def moved(self) -> Moved | None:

@@ -85,7 +85,8 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
                 # MultiheadAttention computes with its children's parameters without calling them.
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")
-                left = _parameters_below(child) - taken
+                owned = (each._parameters.values() for _, each in own_modules(child))
+                left = {p for of_module in owned for p in of_module if p is not None} - taken
                 if policy(name, child, sum(parameter.numel() for parameter in left)):
                     picked[child] = []
                     taken.update(left)
@@ -127,8 +128,3 @@ def make_units(
             for parent, name, _ in places:
                 setattr(parent, name, unit)
     return make(model, **options)
-
-
-def _parameters_below(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters below `module` that no unit has taken."""
-    return {p for _, m in own_modules(module) for p in m._parameters.values() if p is not None}

@@ -6,6 +6,8 @@ Out:  ValueError before anything has changed, which says what to do instead.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.param_groups import PortionTarget
+from flatfsdp.torch_private import never_traced
 
 _NOT_ELEMENTWISE = frozenset(
     {
@@ -55,12 +58,48 @@ None if `flatfsdp.checkpoint` has made the state dict for this rank.
 """
 
 
-def refuse_whole_parameters_needed(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer that has been given shards.
+_WATCHED = "_flatfsdp_watched"
+"""Attribute of optimizers whose state dicts are watched."""
+
+
+# Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.
+@never_traced
+def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks an optimizer that is about to step; a hook of all optimizers."""
+    refuse_optimizer(optimizer)
+    # It may have got shards past add_param_group, by an assignment to its groups.
+    watch(optimizer)
+    # A closure runs the backward, later; the optimizer itself is the first argument.
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        refuse_early_step(optimizer)
+
+
+def watching(add: Callable[..., None]) -> Callable[..., None]:
+    """An `add_param_group` that refuses what `watch` refuses, and leaves the optimizer without it."""
+
+    @functools.wraps(add)
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(optimizer, param_group)
+        try:
+            watch(optimizer)
+        except ValueError:
+            optimizer.param_groups.pop()
+            raise
+
+    return add_param_group
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Watches the state dicts of an optimizer that has shards, however it came by them.
 
     Raises:
         ValueError: if its update of an element depends on other elements.
     """
+    watched = vars(optimizer)
+    # No function call per parameter: an ordinary optimizer, which is never watched, comes here in each step.
+    shard = FLAT_SHARD.name
+    if _WATCHED in watched or all(p.__dict__.get(shard) is None for p in parameters_of(optimizer)):
+        return
     names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
     if names & _NOT_ELEMENTWISE:
         raise ValueError(
@@ -68,6 +107,9 @@ def refuse_whole_parameters_needed(optimizer: torch.optim.Optimizer) -> None:
             "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
             "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
         )
+    optimizer.register_state_dict_post_hook(note_part)
+    optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
+    watched[_WATCHED] = True
 
 
 def note_part(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

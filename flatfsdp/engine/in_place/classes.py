@@ -21,8 +21,7 @@ from flatfsdp.contract.mixed import About, Mixed, mixed_class
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import whole_for_state_dict
 from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
-from flatfsdp.engine.in_place.parts import unit_of
-from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.methods import UnitMethods, unit_of
 from flatfsdp.torch_private import traced_inside
 
 

@@ -30,7 +30,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.in_place.adapters import OF_ADAPTERS, only_keys, refusing
-from flatfsdp.engine.in_place.parts import unit_of
+from flatfsdp.engine.methods import unit_of
 from flatfsdp.engine.units import distinct_units, root_of
 from flatfsdp.policy import Gathering
 

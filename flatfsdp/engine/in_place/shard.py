@@ -22,8 +22,8 @@ from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules, parameters_to_take
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
-from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
+from flatfsdp.engine.methods import unit_of
 from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.transformer_engine import let_compute
 from flatfsdp.engine.units import UnitModule, distinct_units

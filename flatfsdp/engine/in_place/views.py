@@ -16,35 +16,15 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD
-from flatfsdp.contract.main_grad import (
-    CLAIM_MAIN_GRAD,
-    GET_MAIN_GRAD,
-    GRAD_ADDED_TO_MAIN_GRAD,
-    IS_FSDP_PARAM,
-    MAIN_GRAD,
-    OVERWRITE_MAIN_GRAD,
-)
-from flatfsdp.contract.operand import FP8_OPERAND
-from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
+from flatfsdp.contract.attribute import Attribute
 from flatfsdp.engine.storage.master import MasterShard, Portion
 
 _OF_ONE_TENSOR = {
-    attribute.name
-    for attribute in (
-        CLAIM_MAIN_GRAD,
-        FLAT_SHARD,
-        FP8_OPERAND,
-        GET_MAIN_GRAD,
-        GRAD_ADDED_TO_MAIN_GRAD,
-        IS_FSDP_PARAM,
-        MAIN_GRAD,
-        OVERWRITE_MAIN_GRAD,
-        TAKEN_AS,
-        VIEWED_SHARD,
-        WHOLE_SHAPE,
-    )
+    each.name
+    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
+    for each in vars(contract).values()
+    if isinstance(each, Attribute)
 }
 """Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
@@ -65,7 +45,7 @@ def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]
         # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
         users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
         vars(portion.parameter).update(users_own)
-        WHOLE_SHAPE.leave(portion.parameter, slot.whole_shape)
+        whole_shape.WHOLE_SHAPE.leave(portion.parameter, slot.whole_shape)
         portions.append(portion)
     return portions
 
