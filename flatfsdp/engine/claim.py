@@ -57,9 +57,9 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
                 "already; shard or wrap the plain module"
             )
-        taken = taken_from(owner)
-        for attribute, name in taken.items():
+        for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
+            # Otherwise another parameter was registered here since then, which no unit has.
             if listed is None or FLAT_SHARD.of(listed) is not None:
                 raise ValueError(_tied_message(f"{path}.{attribute}", name))
         for attribute, parameter in owner._parameters.items():
@@ -189,6 +189,7 @@ def bindings_of(
         if members:
             binding = Binding.of(module, members, kind[1], tensor, packs.among(members))
             before = [places[parameter] for parameter in members]
+            # Its shards are in another order than the modules, which the flat parameter's name tells.
             binding.is_moved = before != sorted(before)
             bindings.append(binding)
     return bindings
@@ -229,6 +230,7 @@ def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype 
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 if buffer not in prepared:
+                    # Scales of FP8 layers are FP32 whatever the model is cast to.
                     is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
                     prepared[buffer] = buffer.to(device, dtype if is_cast else None)
                 owner._buffers[name] = prepared[buffer]

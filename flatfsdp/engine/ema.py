@@ -102,6 +102,7 @@ class EMA:
         """
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
+        # Before the weights change: where another rank does something else, there is nothing to undo.
         self._declare()
         self._mark(is_inside=True)
         is_written = False

@@ -160,6 +160,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         if not (self.fsdp_state.is_whole and recurse):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
+        # By sites: wrappers inside would add a level to the names.
         seen: set[nn.Parameter] = set()
         for site, parameter in parameter_sites(self.module, f"{prefix}." if prefix else ""):
             if not remove_duplicate or parameter not in seen:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.claimed import TAKEN_AS
@@ -88,7 +88,8 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
             for each in gathered:
                 each.require_unwritten()
             # All of them are checked before the first one is copied.
-            replaced = [write for each in gathered for write in each.replaced()]
+            has_values = [each for each in gathered if each.views]
+            replaced = [write for each in has_values for write in each.group.binding.replaced(each.views)]
             with torch.no_grad():
                 for view, value in replaced:
                     view.copy_(value)
@@ -129,7 +130,8 @@ class _Gathered:
 
     Attributes:
         full: their values in one padded buffer; None on ranks that do not get them.
-        parameters: one a slot, in this buffer; none on such ranks.
+        views: the values by slot, in this buffer; none on such ranks.
+        parameters: the parameters over these.
     """
 
     def __init__(self, group: FlatGroup, gathering: Gathering) -> None:
@@ -138,8 +140,8 @@ class _Gathered:
         self.full = group.master.gather(rank0_only=gathering.rank0_only)
         if self.full is not None and (gathering.offload_to_cpu or group.master.is_offloaded):
             self.full = self.full.cpu()
-        self._views = [] if self.full is None else group.layout.views(self.full)
-        self.parameters = list(map(nn.Parameter, self._views, group.flags))
+        self.views = [] if self.full is None else group.layout.views(self.full)
+        self.parameters = list(map(nn.Parameter, self.views, group.flags))
 
     def register(self) -> None:
         """Registers the parameters in their modules; an optimizer that is given them is refused."""
@@ -165,10 +167,6 @@ class _Gathered:
                 f"the shards of unit {self.group.name} were written to (by an optimizer, or by loading) "
                 "while its full parameters were summoned, and would be overwritten; do that outside the block"
             )
-
-    def replaced(self) -> list[tuple[Tensor, Tensor]]:
-        """Places in the buffer of parameters that were replaced by other objects, and the new values."""
-        return self.group.binding.replaced(self._views) if self._views else []
 
     def store(self, *, from_rank0: bool) -> None:
         """Writes the values of this rank, or of the first one, to the shard.  The latter is collective."""

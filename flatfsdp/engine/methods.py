@@ -39,6 +39,7 @@ class Unsharding:
 
         On a GPU it is whole for what is launched afterwards.
         """
+        # Not again once it is freed: a gather is collective, and other ranks need not call this.
         if not self._unit.is_sharded:
             self._unit.show(Action.FORWARD)
 
@@ -105,6 +106,7 @@ class UnitMethods(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
+        # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
         grads, device = gradients_of(self), self.fsdp_state.shared.device
         return clip_grad_norm(grads, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -249,6 +251,7 @@ class UnitMethods(UnitModule):
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         for group in (group for unit in distinct_units(self) for group in unit.fsdp_state.groups):
             flat = group.master.flat
+            # One element tells what `fn` does.  Moves to where the shard is already change nothing.
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
                 raise TypeError(

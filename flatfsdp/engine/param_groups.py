@@ -63,6 +63,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
             chosen.setdefault(name, index)
     rest = len(groups)
     masters = [group.master for _, group in groups_of_model if not group.master.has_views]
+    # They are at the flat parameters, of which no optimizer will know.
     if any(master.marks.is_on or master.grads for master in masters):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
     if any(master.is_cut for master in masters):
@@ -127,8 +128,7 @@ def attach_targets(group: FlatGroup) -> None:
     viewed = GroupViews(group) if group.master.has_views else None
     for parameter, start, stop in group.master.portions:
         FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
-        if viewed is not None:
-            VIEWED_SHARD.leave(parameter, viewed)
+        VIEWED_SHARD.leave(parameter, viewed)
 
 
 def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
@@ -183,6 +183,7 @@ class PortionTarget:
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
         group, shard = self.group, self.group.compute_shard
+        # FP8 values need a scale, from the amaxes of this step; an offloaded shard is on another device.
         if shard.fp8 is not None or not shard.has_own_memory or group.master.is_offloaded:
             return None
         return shard.tensor[self._start : self._stop]

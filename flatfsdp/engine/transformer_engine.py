@@ -78,6 +78,7 @@ def _quantize(own: Any, unit: Unit, weight: Tensor) -> Any:
     # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
     if not isinstance(made, Tensor) and unit.holds(weight):
         tensors, _ = made.prepare_for_saving()
+        # To save them takes them out of what was made.
         made.restore_from_saved(tensors)
         unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
     return made

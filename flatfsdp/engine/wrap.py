@@ -82,6 +82,7 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
                 continue
             name = f"{prefix}{child_name}"
             if child not in picked:
+                # Inner ones first: what they take does not count as this one's.
                 # MultiheadAttention computes with its children's parameters without calling them.
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")

@@ -50,6 +50,7 @@ _WAY_OUT = (
 
 def _sharded(module: nn.Module, kept: nn.Module | None) -> Iterator[str]:
     """Names of the parameters that units have sharded in `module`, but not inside `kept`."""
+    # A module that wraps the old one, such as a layer of LoRA, keeps its parameters in use.
     stays = set() if kept is None else set(kept.modules())
     for path, each in module.named_modules():
         if each not in stays:

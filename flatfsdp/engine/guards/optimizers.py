@@ -83,6 +83,7 @@ def watching(add: Callable[..., None]) -> Callable[..., None]:
         try:
             watch(optimizer)
         except ValueError:
+            # A caller that goes on has the optimizer as it was.
             optimizer.param_groups.pop()
             raise
 
@@ -131,6 +132,7 @@ def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: d
     problem = _misfit(optimizer, state_dict)
     targets = {(target.grid, target.stages): target for target in _targets(optimizer)}
     for (grid, stages), target in targets.items():
+        # One dimension after the other, with what is known so far: a problem of any rank reaches them all.
         for ranks in (*grid.dimensions, stages):
             meet(ranks, "optimizer.load_state_dict", target.group.unit.policy.timeout)
             problem = next(filter(None, all_gather_object(problem, ranks, target.device)), None)

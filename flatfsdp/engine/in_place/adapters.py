@@ -74,6 +74,7 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
             RuntimeError: if other adapters would be trained afterwards.  Where gradients are switched off,
                 nobody asks for that: TRL turns to the reference's adapter there, and back.
         """
+        # PEFT also freezes the adapters that it does not choose; what is trained is to stay as it is.
         before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         result = method(module, *args, **kwargs)
         changed = any(parameter.requires_grad != trains for parameter, trains in before)
@@ -114,8 +115,8 @@ def only_keys(module: Any) -> Iterator[None]:
             "computed; call it on all ranks, without state_dict"
         )
     state = unit_of(module).fsdp_state
-    before = state.is_whole
-    state.is_whole = True
+    # Nothing is gathered: the other ranks are not here, and only the keys are read.
+    before, state.is_whole = state.is_whole, True
     try:
         yield
     finally:

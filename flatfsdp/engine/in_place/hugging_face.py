@@ -113,6 +113,7 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
             return
         unit = unit_of(module)
         state = unit.fsdp_state
+        # A rank that saves alone raises here; its gather would pair with whatever the others do next.
         for ranks in state.grid.dimensions:
             meet(ranks, "save_pretrained", state.policy.timeout)
         problem = None

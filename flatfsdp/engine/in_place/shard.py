@@ -74,6 +74,7 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
     # Raise all that can be known before anything changes.
     _require_shardable(module)
     picked = {} if policy is None else pick_units(module, policy)
+    # For its checks: `make_units` would come to some of them when other units are made already.
     parameters_to_take(module)
     for each in picked:
         _require_shardable(each)
