@@ -56,9 +56,9 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
                 "already; shard or wrap the plain module"
             )
-        taken = taken_from(owner)
-        for attribute, name in taken.items():
+        for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
+            # Otherwise another parameter was registered here since then, which no unit has.
             if listed is None or FLAT_SHARD.of(listed) is not None:
                 raise ValueError(_tied_message(f"{path}.{attribute}", name))
         for attribute, parameter in owner._parameters.items():
@@ -152,10 +152,8 @@ def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.P
         parameters: (name, parameter), including meta-device parameters that have been replaced: another
             unit may still hold one that was tied.
     """
-    for binding in bindings:
-        for sites in binding.sites:
-            for site in sites:
-                mark_taken_from(site.module, site.attribute, site.name)
+    for site in (site for binding in bindings for sites in binding.sites for site in sites):
+        mark_taken_from(site.module, site.attribute, site.name)
     for name, parameter in parameters:
         TAKEN_AS.leave(parameter, name)
 
@@ -178,18 +176,19 @@ def bindings_of(
     parameters = list(parameters)
     packs = Packs(own_modules(module), parameters, tensor, ELEMENT_ALIGNMENT)
     in_fp8 = packs.stored_in_fp8(module) if fp8 else ()
-    chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
-        each: [] for each in itertools.product((True, False), Role, Placement)
+    kinds = {
+        p: (p.requires_grad, Role.FP8 if p in in_fp8 else Role.COMPUTE, placement_of(p, tensor))
+        for p in packs.in_order(parameters)
     }
-    for parameter in packs.in_order(parameters):
-        role = Role.FP8 if parameter in in_fp8 else Role.COMPUTE
-        chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
     places = {parameter: place for place, parameter in enumerate(parameters)}
     bindings = []
-    for (_, role, _), members in chosen.items():
+    # In one order on all ranks, and with a group for each kind of which there are parameters.
+    for kind in itertools.product((True, False), Role, Placement):
+        members = [parameter for parameter in kinds if kinds[parameter] == kind]
         if members:
-            binding = Binding.of(module, members, role, tensor, packs.among(members))
+            binding = Binding.of(module, members, kind[1], tensor, packs.among(members))
             before = [places[parameter] for parameter in members]
+            # Its shards are in another order than the modules, which the flat parameter's name tells.
             binding.is_moved = before != sorted(before)
             bindings.append(binding)
     return bindings
@@ -230,6 +229,7 @@ def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype 
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 if buffer not in prepared:
+                    # Scales of FP8 layers are FP32 whatever the model is cast to.
                     is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
                     prepared[buffer] = buffer.to(device, dtype if is_cast else None)
                 owner._buffers[name] = prepared[buffer]

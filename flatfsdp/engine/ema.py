@@ -102,18 +102,20 @@ class EMA:
         """
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
+        # Before the weights change: where another rank does something else, there is nothing to undo.
         self._declare()
         self._mark(is_inside=True)
         is_written = False
         try:
-            self._write(self.shards)
-            versions = self._versions
+            torch._foreach_copy_(self._weights, self.shards)
+            # Not the shards' generations: a save counts them up, too.
+            versions = [weights._version for weights in self._weights]
             yield
-            is_written = versions != self._versions
+            is_written = versions != [weights._version for weights in self._weights]
         finally:
             self._mark(is_inside=False)
             # Before anything that waits for other ranks: where one of them has failed, it raises.
-            self._write(trained)
+            torch._foreach_copy_(self._weights, trained)
         self._declare()
         if is_written:
             raise RuntimeError(
@@ -127,21 +129,10 @@ class EMA:
             "flatfsdp.checkpoint.save(path, model, optimizer, ema=ema)"
         )
 
-    @property
-    def _versions(self) -> list[int]:
-        # Generations would not do: a save counts them up, too.
-        return [weights._version for weights in self._weights]
-
     def _declare(self) -> None:
         """Checks that all ranks exchange their weights now; others would gather a mixture."""
         _, first = self.groups[0]
         declare(first.master.grid.shard, first.unit.identify(Action.AVERAGE), first.master.device)
-
-    @torch.no_grad()
-    def _write(self, values: list[Tensor]) -> None:
-        """Writes these values to the weights of this rank."""
-        for weights, value in zip(self._weights, values, strict=True):
-            weights.copy_(value)
 
     def _mark(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside

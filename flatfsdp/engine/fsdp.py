@@ -18,11 +18,11 @@ from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import state_dict_gathering
-from flatfsdp.engine.methods import UnitMethods, whole_units
+from flatfsdp.engine.full_params import whole_for_state_dict
+from flatfsdp.engine.in_place.adapters import OF_ADAPTERS
+from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.step.input_casts import is_cast
-from flatfsdp.engine.units import root_of
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.module_wrapper import ModuleWrapper
@@ -85,12 +85,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Attributes set on the wrapper itself may be replaced; "module" does not exist before wrapping.
-        if (
-            isinstance(value, nn.Module)
-            and name != "module"
-            and name not in self._modules
-            and hasattr(self, name)
-        ):
+        is_new = isinstance(value, nn.Module) and name != "module" and name not in self._modules
+        if is_new and hasattr(self, name):
             raise TypeError(
                 f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
                 "used nor reduced; replace it first, then wrap"
@@ -98,7 +94,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_ADAPTERS and hasattr(self._modules.get("module"), "peft_config"):
+        if name in _FINDS_ADAPTERS and hasattr(self._modules.get("module"), "peft_config"):
             raise AttributeError(_adapters_message(name))
         if name == "save_pretrained":
             raise AttributeError(
@@ -151,8 +147,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         return [] if state.is_whole else [group.binding for group in state.groups]
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
-        root_of(self)
-        return whole_units([self], state_dict_gathering(), writeback=False)
+        return whole_for_state_dict(self)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
         groups = self.fsdp_state.groups
@@ -165,6 +160,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         if not (self.fsdp_state.is_whole and recurse):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
+        # By sites: wrappers inside would add a level to the names.
         seen: set[nn.Parameter] = set()
         for site, parameter in parameter_sites(self.module, f"{prefix}." if prefix else ""):
             if not remove_duplicate or parameter not in seen:
@@ -172,18 +168,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 yield site.name, parameter
 
 
-_OF_ADAPTERS = (
-    "peft_config",
-    "save_pretrained",
-    "merge_adapter",
-    "unmerge_adapter",
-    "merge_and_unload",
-    "unload",
-    "add_adapter",
-    "delete_adapter",
-    "load_adapter",
-    "set_adapter",
-)
+_FINDS_ADAPTERS = {"peft_config", "save_pretrained", *OF_ADAPTERS}
 """Attributes through which PEFT finds modules by name."""
 
 

@@ -1,22 +1,23 @@
-"""Shows a unit's parameters as ordinary ones for a while: whole, in master precision, in the module.
+"""Shows units' parameters as ordinary ones for a while: whole, in master precision, in the modules.
 
-In:   the flat groups of one unit.
-Out:  inside `whole_parameters`, what `summon_full_params` and `state_dict` show.
+In:   units, wrapped or in place.
+Out:  inside `whole_units`, what `summon_full_params` and `state_dict` show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
+from flatfsdp.engine.units import UnitModule, root_of
 from flatfsdp.policy import Gathering
 
 _of_state_dicts: ContextVar[Gathering | None] = ContextVar("flatfsdp_state_dict_gathering", default=None)
@@ -37,9 +38,17 @@ def state_dicts_gathered(gathering: Gathering) -> Iterator[None]:
         _of_state_dicts.reset(token)
 
 
+def whole_for_state_dict(unit: UnitModule) -> AbstractContextManager[None]:
+    """Context in which a `state_dict()` finds the parameters of this unit.  Collective."""
+    root_of(unit)
+    return whole_units([unit], state_dict_gathering(), writeback=False)
+
+
 @contextmanager
-def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-    """Context in which the parameters of these groups are ordinary ones.  Collective, at both ends.
+def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+    """Context in which these units have ordinary parameters.  Collective, at both ends.
+
+    Units that have them already are left alone.
 
     Args:
         writeback: at the end, write values that were changed, in place or by another parameter object, to the
@@ -52,93 +61,118 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
             was frozen or unfrozen; on the other ranks, if with `rank0_only` the first one fails.  Nothing is
             written back then.
     """
+    fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
+    for unit in fresh:
+        unit.fsdp_state.writes.require_none()
+    groups = [group for unit in fresh for group in unit.fsdp_state.groups]
     if gathering.rank0_only:
         require_same_ranks((group.master for group in groups), "gathering to one rank")
-    versions = [group.master.version for group in groups]
-    fulls = [_gather(group, gathering) for group in groups]
+    gathered = [_Gathered(group, gathering) for group in groups]
+    # Before any module changes: if another rank does something else, it raises, and nothing is to be undone.
     settle(groups)
-    registered = [
-        [] if full is None else list(map(nn.Parameter, group.layout.views(full), group.flags))
-        for group, full in zip(groups, fulls, strict=True)
-    ]
-    for group, parameters in zip(groups, registered, strict=True):
-        if parameters:
-            group.binding.register(parameters)
-            for slot, parameter in zip(group.layout.slots, parameters, strict=True):
-                TAKEN_AS.leave(parameter, slot.name)
+    for each in gathered:
+        each.register()
+    flats = {unit: _flat_parameters(unit) for unit in fresh}
+    for unit, of_unit in flats.items():
+        # The flat parameters of a wrapper stay attributes, but are not registered.
+        for name, flat in of_unit.items():
+            vars(unit)[name] = flat
+            del unit._parameters[name]
+        unit.fsdp_state.is_whole, unit.fsdp_state.writes_back = True, writeback
     failure: BaseException | None = None
     try:
         yield
-        _check_flags(groups, registered)
+        for each in gathered:
+            each.require_same_flags()
         if writeback:
-            _check_unchanged(groups, versions)
-            _collect(groups, fulls)
+            for each in gathered:
+                each.require_unwritten()
+            # All of them are checked before the first one is copied.
+            has_values = [each for each in gathered if each.views]
+            replaced = [write for each in has_values for write in each.group.binding.replaced(each.views)]
+            with torch.no_grad():
+                for view, value in replaced:
+                    view.copy_(value)
     except BaseException as error:
         failure = error
         raise
     finally:
+        for unit, of_unit in flats.items():
+            unit.fsdp_state.is_whole = unit.fsdp_state.writes_back = False
+            for name, flat in of_unit.items():
+                del vars(unit)[name]
+                unit._parameters[name] = flat
         for group in groups:
             group.params.rebind()
-        if writeback and gathering.rank0_only:
-            _write_from_rank0(groups, fulls, failure)
-        elif writeback and failure is None:
-            for group, full in zip(groups, fulls, strict=True):
-                assert full is not None
-                group.master.store(full)
-
-
-def _gather(group: FlatGroup, gathering: Gathering) -> Tensor | None:
-    full = group.master.gather(rank0_only=gathering.rank0_only)
-    if full is None:
-        return None
-    host = gathering.offload_to_cpu or group.master.is_offloaded
-    return full.cpu() if host else full
-
-
-def _check_flags(groups: Sequence[FlatGroup], registered: Sequence[Sequence[nn.Parameter]]) -> None:
-    for group, parameters in zip(groups, registered, strict=True):
-        slots = zip(group.layout.slots, group.flags, strict=True)
-        for (slot, trains), parameter in zip(slots, parameters, strict=False):
-            if parameter.requires_grad != trains:
+        problem = None if failure is None else repr(failure)
+        if writeback and gathered:
+            if gathering.rank0_only:
+                # Otherwise the others would wait in the scatter for values of a rank that has failed.
+                master = groups[0].master
+                problem = broadcast_object(problem, master.grid.dimensions[:2], master.device)
+            if problem is None:
+                for each in gathered:
+                    each.store(from_rank0=gathering.rank0_only)
+            elif failure is None:
                 raise RuntimeError(
-                    f"requires_grad of parameter {group.unit.prefix}{slot.name} was changed while it was "
-                    "summoned, which would be lost; call requires_grad_() outside of the block"
+                    f"parameters were not written back, because the first rank failed: {problem}"
                 )
 
 
-def _check_unchanged(groups: Sequence[FlatGroup], versions: Sequence[tuple[int, int]]) -> None:
-    for group, version in zip(groups, versions, strict=True):
-        if group.master.version != version:
+def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
+    """The flat parameters that a wrapper has registered, by attribute name; none in place."""
+    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.groups)
+    return {name: flat for name, flat in own if unit._parameters.get(name) is flat}
+
+
+class _Gathered:
+    """The parameters of one group, gathered as ordinary ones.
+
+    Attributes:
+        full: their values in one padded buffer; None on ranks that do not get them.
+        views: the values by slot, in this buffer; none on such ranks.
+        parameters: the parameters over these.
+    """
+
+    def __init__(self, group: FlatGroup, gathering: Gathering) -> None:
+        self.group = group
+        self._version = group.master.version
+        self.full = group.master.gather(rank0_only=gathering.rank0_only)
+        if self.full is not None and (gathering.offload_to_cpu or group.master.is_offloaded):
+            self.full = self.full.cpu()
+        self.views = [] if self.full is None else group.layout.views(self.full)
+        self.parameters = list(map(nn.Parameter, self.views, group.flags))
+
+    def register(self) -> None:
+        """Registers the parameters in their modules; an optimizer that is given them is refused."""
+        if self.parameters:
+            self.group.binding.register(self.parameters)
+        for slot, parameter in zip(self.group.layout.slots, self.parameters, strict=False):
+            TAKEN_AS.leave(parameter, slot.name)
+
+    def require_same_flags(self) -> None:
+        """Raises RuntimeError if a parameter was frozen or unfrozen: its slot would not follow."""
+        layout, flags = self.group.layout, self.group.flags
+        for slot, trains, parameter in zip(layout.slots, flags, self.parameters, strict=False):
+            if parameter.requires_grad != trains:
+                raise RuntimeError(
+                    f"requires_grad of parameter {self.group.unit.prefix}{slot.name} was changed while it "
+                    "was summoned, which would be lost; call requires_grad_() outside of the block"
+                )
+
+    def require_unwritten(self) -> None:
+        """Raises RuntimeError if the shard was written to meanwhile, whose values would be lost."""
+        if self.group.master.version != self._version:
             raise RuntimeError(
-                f"the shards of unit {group.name} were written to (by an optimizer, or by loading) while its "
-                "full parameters were summoned, and would be overwritten; do that outside the block"
+                f"the shards of unit {self.group.name} were written to (by an optimizer, or by loading) "
+                "while its full parameters were summoned, and would be overwritten; do that outside the block"
             )
 
-
-def _collect(groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None]) -> None:
-    """Copies the values of replaced parameter objects into the buffers, after checking all of them."""
-    writes = [
-        write
-        for group, full in zip(groups, fulls, strict=True)
-        if full is not None
-        for write in group.binding.replaced(group.layout.views(full))
-    ]
-    with torch.no_grad():
-        for view, value in writes:
-            view.copy_(value)
-
-
-def _write_from_rank0(
-    groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None], failure: BaseException | None
-) -> None:
-    if not groups:
-        return
-    master = groups[0].master
-    problem = broadcast_object(
-        None if failure is None else repr(failure), master.grid.dimensions[:2], master.device
-    )
-    if problem is None:
-        for group, full in zip(groups, fulls, strict=True):
-            group.master.store_from_rank0(None if full is None else full.to(group.master.device))
-    elif failure is None:
-        raise RuntimeError(f"parameters were not written back, because the first rank failed: {problem}")
+    def store(self, *, from_rank0: bool) -> None:
+        """Writes the values of this rank, or of the first one, to the shard.  The latter is collective."""
+        master = self.group.master
+        if from_rank0:
+            master.store_from_rank0(None if self.full is None else self.full.to(master.device))
+        else:
+            assert self.full is not None
+            master.store(self.full)

@@ -6,8 +6,8 @@ Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -94,61 +94,52 @@ class MemoryReport:
     def __str__(self) -> str:
         heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
         lines = [
-            (
-                *(row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)),
-                *(f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)),
-                row.lives,
-            )
+            [row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)]
+            + [f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)]
+            + [row.lives]
             for row in self.rows
         ]
         table = plain_table([heads, *lines], right=(3, 4, 5))
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
-_OF_REPLAYS = (
-    ("flat_buffer", "flat buffer", "FlatGroup"),
-    ("transposed", "transposed weights", "FP8Weights"),
-    ("main_grad", "main_grad", "MainGrad"),
-    ("reduced_grad", "reduced gradient", "FlatGroup"),
+GroupSizes = Mapping[str, Size]
+"""Sizes of one flat group's buffers on this rank's device, by buffer, as far as the group has them.
+
+A buffer that lives for a part of a step is under another name if recorded microbatches keep it.
+"""
+
+_FOR_REPLAYS = ", for replays"
+_BUFFERS = (
+    ("master shard", "MasterShard", ALWAYS),
+    ("compute shard", "ComputeShard", ALWAYS),
+    ("optimizer state", "the optimizer", ALWAYS),
+    ("flat buffer" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
+    ("transposed weights" + _FOR_REPLAYS, "FP8Weights", ALWAYS),
+    ("main_grad" + _FOR_REPLAYS, "MainGrad", ALWAYS),
+    ("reduced gradient" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
+    ("flat buffer", "FlatGroup", "unshard to reshard"),
+    ("transposed weights", "FP8Weights", "unshard for backward to reshard"),
+    ("main_grad", "MainGrad", "first gradient to reduction"),
+    ("reduced gradient", "the optimizer", "reduction to zero_grad"),
 )
-"""Buffers that recorded microbatches may keep at one address: name in `GroupSizes`, buffer and owner."""
+"""All buffers, in the order of the report: name, owner and lifetime."""
 
-
-class GroupSizes(NamedTuple):
-    """Sizes of one flat group's buffers on this rank's device; None: no such buffer, or in CPU memory.
-
-    Attributes:
-        flat_buffer: gathered parameters.
-        transposed: transposes of FP8 weights.
-        main_grad: unsharded gradients, summed over microbatches.
-        stay: names of the buffers, of the last four fields, that recorded microbatches keep for good.
-    """
-
-    master: Size | None
-    compute_shard: Size | None
-    flat_buffer: Size | None
-    transposed: Size | None
-    main_grad: Size | None
-    reduced_grad: Size | None
-    stay: frozenset[str] = frozenset()
-
-    def passing(self, name: str) -> Size | None:
-        """Size of the buffer of this name if it is freed in between; None otherwise."""
-        return None if name in self.stay else getattr(self, name)
-
-    def staying(self, name: str) -> Size | None:
-        """Size of the buffer of this name if it stays for good; None otherwise."""
-        return getattr(self, name) if name in self.stay else None
+_GATHERED = ("flat buffer", "transposed weights")
+"""Those of them that only the root, the running unit and those gathered ahead have at one time."""
 
 
 def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
-    groups = root.groups
-    state = [] if optimizer is None else list(_state_of(groups, optimizer))
-    frees = any(group.unit.policy.reshard_after_forward for group in groups)
+    state = [] if optimizer is None else _state_of(root.groups, optimizer)
+    frees = any(group.unit.policy.reshard_after_forward for group in root.groups)
     report = report_of(sizes_of(root), state, units_ahead(prefetch) if frees else None)
-    pools = [pool.nbytes for pool in root.pools]
-    return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
+    pools = [pool.nbytes for pool in root.pools if pool.nbytes]
+    if not pools:
+        return report
+    # Activations, and buffers that live only within a recording: bytes without a dtype of their own.
+    kind, total = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools)
+    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, RESERVED)))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
@@ -167,63 +158,50 @@ def report_of(
         ahead: number of units gathered beside the running one; None: all units stay gathered until the last
             microbatch.
     """
-    groups = [group for unit in units for group in unit]
-    rows = [
-        *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
-        *_rows("compute shard", "ComputeShard", ALWAYS, (g.compute_shard for g in groups)),
-        *_rows("optimizer state", "the optimizer", ALWAYS, state),
-    ]
-    for name, buffer, owner in _OF_REPLAYS:
-        rows += _rows(f"{buffer}, for replays", owner, ALWAYS, (g.staying(name) for g in groups))
-    rows += [
-        *_unsharded(
-            "flat buffer",
-            "FlatGroup",
-            "unshard to reshard",
-            [[g.passing("flat_buffer") for g in u] for u in units],
-            ahead,
-        ),
-        *_unsharded(
-            "transposed weights",
-            "FP8Weights",
-            "unshard for backward to reshard",
-            [[g.passing("transposed") for g in u] for u in units],
-            ahead,
-        ),
-        *_rows(
-            "main_grad", "MainGrad", "first gradient to reduction", (g.passing("main_grad") for g in groups)
-        ),
-        *_rows(
-            "reduced gradient",
-            "the optimizer",
-            "reduction to zero_grad",
-            (g.passing("reduced_grad") for g in groups),
-        ),
-    ]
+    of_units = [*units, [{"optimizer state": size} for size in state]]
+    rows = []
+    for buffer, owner, lives in _BUFFERS:
+        found = [[sizes[buffer] for sizes in unit if buffer in sizes] for unit in of_units]
+        for kind in dict.fromkeys(size[1:] for unit in found for size in unit):
+            of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in found]
+            each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
+            at_a_time = sum(each)
+            if ahead is not None and buffer in _GATHERED:
+                # The root's own stay from its forward to its backward.
+                at_a_time = each[0] + largest_window(each[1:], ahead)
+            rows.append(MemoryRow(buffer, owner, kind[0], count, sum(each), at_a_time, lives, kind[1]))
     return MemoryReport(tuple(rows))
+
+
+def sizes_of(root: Root) -> list[list[GroupSizes]]:
+    """Sizes of the buffers of each unit's groups, the root's own first."""
+    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
 
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:
     """Sizes of a group's permanent buffers, and of those that appear in a step."""
-    placement = None if group.grid.tensor.size == 1 else group.layout.placement
-    shard, master, columnwise = group.compute_shard, group.master, group.operands.columnwise
+    layout, master, shard, main_grad = group.layout, group.master, group.compute_shard, group.main_grad
+    placement = None if group.grid.tensor.size == 1 else layout.placement
+    sizes: dict[str, Size] = {}
 
-    def size(tensor: Tensor) -> Size:
-        return Size(tensor.numel(), tensor.dtype, placement)
+    def add(buffer: str, numel: int, dtype: torch.dtype, *, stays: bool = False) -> None:
+        sizes[buffer + _FOR_REPLAYS if stays else buffer] = Size(numel, dtype, placement)
 
-    padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
-    trained = group.trains
-    return GroupSizes(
-        master=size(master.flat) if on_device else None,
-        compute_shard=size(shard.tensor) if shard.has_own_memory else None,
-        flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
-        transposed=None if columnwise is None else size(columnwise.tensor),
-        main_grad=Size(padded, group.unit.policy.precision.accumulate, placement) if trained else None,
-        reduced_grad=(
-            Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
-        ),
-        stay=frozenset(_staying(group)),
-    )
+    if not master.is_offloaded:
+        add("master shard", master.flat.numel(), master.flat.dtype)
+    if shard.has_own_memory:
+        add("compute shard", shard.tensor.numel(), shard.tensor.dtype)
+    for name, flat in (("flat buffer", group.buffer), ("transposed weights", group.operands.columnwise)):
+        if flat is not None:
+            add(name, flat.tensor.numel(), flat.tensor.dtype, stays=flat.stays)
+    if group.trains:
+        # Not by its tensor, which comes and goes within a step: a report is the same at any time.
+        padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
+        add("main_grad", padded, dtype, stays=main_grad is not None and main_grad.stays)
+    if group.trains and not master.is_offloaded:
+        kept = group.kept_grad is not None
+        add("reduced gradient", master.flat.numel(), master.grad_dtype, stays=kept)
+    return sizes
 
 
 def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
@@ -240,23 +218,6 @@ def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
         yield "reduced gradient", grad
 
 
-def sizes_of(root: Root) -> list[list[GroupSizes]]:
-    """Sizes of the buffers of each unit's groups, the root's own first."""
-    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
-
-
-def _staying(group: FlatGroup) -> Iterator[str]:
-    """Names of the buffers that replays keep."""
-    if group.buffer is not None and group.buffer.stays:
-        yield "flat_buffer"
-    if group.operands.columnwise is not None and group.operands.columnwise.stays:
-        yield "transposed"
-    if group.main_grad is not None and group.main_grad.stays:
-        yield "main_grad"
-    if group.kept_grad is not None:
-        yield "reduced_grad"
-
-
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
     """Sizes of the optimizer's state for these groups; it may also update others, such as other stages'."""
     for master in (group.master for group in groups):
@@ -264,39 +225,6 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
             for value in optimizer.state.get(portion.parameter, {}).values():
                 if isinstance(value, Tensor) and value.device == master.device:
                     yield Size(value.numel(), value.dtype)
-
-
-def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
-    """Rows of the recordings' memory pools: activations, and buffers that live only within a recording."""
-    if pools:
-        total = sum(pools)
-        yield MemoryRow(
-            "pool of recordings", "flatfsdp.replayed", torch.uint8, len(pools), total, total, RESERVED
-        )
-
-
-def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:
-    """One row a dtype and placement, for buffers that all live at the same time."""
-    by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
-    for size in sizes:
-        if size is not None:
-            by_kind.setdefault(size[1:], []).append(size.nbytes)
-    for (dtype, placement), found in by_kind.items():
-        yield MemoryRow(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
-
-
-def _unsharded(
-    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
-) -> Iterator[MemoryRow]:
-    """Rows of buffers that the root, the running unit and those gathered ahead have at one time.
-
-    They are rows of all units if parameters stay until the last microbatch.
-    """
-    for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
-        kind = (row.dtype, row.placement)
-        each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]
-        at_a_time = sum(each) if ahead is None else each[0] + largest_window(each[1:], ahead)
-        yield replace(row, at_a_time=at_a_time)
 
 
 def largest_window(sizes: Sequence[int], ahead: int) -> int:

@@ -6,7 +6,7 @@ Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
-from flatfsdp.engine.full_params import whole_parameters
+from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
+from flatfsdp.engine.units import UnitModule, distinct_units, named_groups, root_of
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward
@@ -38,6 +39,7 @@ class Unsharding:
 
         On a GPU it is whole for what is launched afterwards.
         """
+        # Not again once it is freed: a gather is collective, and other ranks need not call this.
         if not self._unit.is_sharded:
             self._unit.show(Action.FORWARD)
 
@@ -70,7 +72,7 @@ class UnitMethods(UnitModule):
         Raises:
             ValueError: for recurse=False, if there are units inside.
         """
-        if not recurse and any(unit is not self for _, unit in units_in(self)):
+        if not recurse and distinct_units(self) != [self]:
             raise ValueError(
                 "set_requires_gradient_sync(recurse=False) would reduce a part of the model's gradients; all "
                 "units of a model reduce in the same backwards: leave recurse out"
@@ -104,19 +106,15 @@ class UnitMethods(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
+        # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
-        return clip_grad_norm(
-            gradients_of(self),
-            self.fsdp_state.shared.device,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        grads, device = gradients_of(self), self.fsdp_state.shared.device
+        return clip_grad_norm(grads, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, also `main_grad` of shards and what was accumulated and not yet reduced."""
         super().zero_grad(set_to_none)
-        for _, wrapped in units_in(self):
+        for wrapped in distinct_units(self):
             wrapped.fsdp_state.drop_gradients()
             for group in wrapped.fsdp_state.groups:
                 group.master.zero_grad(set_to_none)
@@ -136,7 +134,7 @@ class UnitMethods(UnitModule):
             ValueError: if a factor is not positive.
         """
         division = Division(predivide, postdivide)
-        for _, wrapped in units_in(self) if recurse else [("", self)]:
+        for wrapped in distinct_units(self) if recurse else [self]:
             for group in wrapped.fsdp_state.groups:
                 group.division = division
 
@@ -179,8 +177,7 @@ class UnitMethods(UnitModule):
         root_of(self)
         self.fsdp_state.reshard()
 
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Context in which all parameters of the model stay gathered, and forwards are not collective.
 
         Each rank may then generate text of its own length, or the first one alone.  Collective at the
@@ -189,8 +186,7 @@ class UnitMethods(UnitModule):
         Raises:
             RuntimeError: inside a forward or backward.
         """
-        with root_of(self).kept():
-            yield
+        return root_of(self).kept()
 
     # ---- ordinary parameters for a while ----------------------------------------------------------------
 
@@ -227,15 +223,14 @@ class UnitMethods(UnitModule):
                 "full parameters cannot be summoned inside a forward or backward, which gathers and frees "
                 "them; call summon_full_params before or after"
             )
-        gathering = Gathering(rank0_only, offload_to_cpu)
-        wrapped = list(dict.fromkeys(m for _, m in units_in(self))) if recurse else [self]
-        states = [each.fsdp_state for each in wrapped]
+        units = distinct_units(self) if recurse else [self]
+        states = [unit.fsdp_state for unit in units]
         if writeback and any(state.is_whole and not state.writes_back for state in states):
             raise RuntimeError(
                 "summon_full_params with writeback inside one without would lose what is written; pass "
                 "writeback=False here or writeback=True outside"
             )
-        with whole_units(wrapped, gathering, writeback=writeback):
+        with whole_units(units, Gathering(rank0_only, offload_to_cpu), writeback=writeback):
             yield
 
     def apply(self: M, fn: Callable[[nn.Module], None]) -> M:
@@ -254,8 +249,9 @@ class UnitMethods(UnitModule):
         )
 
     def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
-        for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.groups):
+        for group in (group for unit in distinct_units(self) for group in unit.fsdp_state.groups):
             flat = group.master.flat
+            # One element tells what `fn` does.  Moves to where the shard is already change nothing.
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
                 raise TypeError(
@@ -277,34 +273,18 @@ class UnitMethods(UnitModule):
 answer_methods(UnitMethods, METHODS)
 
 
-@contextmanager
-def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-    """Context in which these units have ordinary parameters; units that have them already are left alone."""
-    fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
-    for unit in fresh:
-        unit.fsdp_state.writes.require_none()
-    groups = [group for unit in fresh for group in unit.fsdp_state.groups]
-    with whole_parameters(groups, gathering, writeback=writeback):
-        flats = {unit: _flat_parameters(unit) for unit in fresh}
-        for wrapped, of_unit in flats.items():
-            # The flat parameters of a wrapper stay attributes, but are not registered.
-            for name, flat in of_unit.items():
-                wrapped.__dict__[name] = flat
-                del wrapped._parameters[name]
-            state = wrapped.fsdp_state
-            state.is_whole, state.writes_back = True, writeback
-        try:
-            yield
-        finally:
-            for wrapped, of_unit in flats.items():
-                state = wrapped.fsdp_state
-                state.is_whole = state.writes_back = False
-                for name, flat in of_unit.items():
-                    del wrapped.__dict__[name]
-                    wrapped._parameters[name] = flat
+def unit_of(module: nn.Module) -> UnitMethods:
+    """Returns the unit of a module: itself if it is one, or the unit that the part belongs to.
 
-
-def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
-    """The flat parameters that a wrapper has registered, by attribute name; none in place."""
-    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.groups)
-    return {name: flat for name, flat in own if unit._parameters.get(name) is flat}
+    Raises:
+        TypeError: for any other module.
+    """
+    if isinstance(module, UnitMethods):
+        return module
+    reference = PART_OF.of(module)
+    unit = None if reference is None else reference()
+    if not isinstance(unit, UnitMethods):
+        raise TypeError(
+            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
+        )
+    return unit

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm.checking.identity import Action, Identity
-from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
-from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.in_place.views import portion_of
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -60,30 +57,35 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         for slot, trains in zip(group.layout.slots, group.flags, strict=True)
         if trains
     }
-    chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
-    to_cut = [group for _, group in groups_of_model if not group.master.has_views]
-    if any(group.master.marks.is_on or group.master.grads for group in to_cut):
+    chosen: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        for name in _selected(group, shapes):
+            chosen.setdefault(name, index)
+    rest = len(groups)
+    masters = [group.master for _, group in groups_of_model if not group.master.has_views]
+    # They are at the flat parameters, of which no optimizer will know.
+    if any(master.marks.is_on or master.grads for master in masters):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
-    masters = [group.master for group in to_cut]
     if any(master.is_cut for master in masters):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
-    parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
+    parameters: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
     for prefix, flat_group in groups_of_model:
         master = flat_group.master
         names = [prefix + slot.name for slot in master.layout.slots]
+        indices = [chosen.get(name, rest) for name in names]
         if master.has_views:
-            for name, portion in zip(names, master.portions, strict=True):
-                if name in chosen:
-                    parameters[chosen[name]].append(portion.parameter)
-            continue
-        cut = list(_cut(master, [chosen[name] for name in names]))
-        master.divide([portion for _, portion in cut])
+            of_slots = zip(names, indices, master.portions, strict=True)
+            cut = [(index, portion) for name, index, portion in of_slots if name in shapes]
+        else:
+            cut = list(_cut(master, indices))
+            master.divide([portion for _, portion in cut])
+            # The new parameters are what an optimizer has.
+            attach_targets(flat_group)
         for index, portion in cut:
             parameters[index].append(portion.parameter)
-        attach_targets(flat_group)
-    options = [*groups, {}]
-    used = [*range(len(groups)), *([len(groups)] if len(groups) in chosen.values() else [])]
-    return [{**options[index], "params": parameters[index]} for index in used]
+    # Of the names, not of this rank's parameters: all ranks have equally many groups, for checkpoints.
+    used = [*groups, {}] if len(chosen) < len(shapes) else groups
+    return [{**options, "params": of_group} for options, of_group in zip(used, parameters, strict=False)]
 
 
 def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[str]:
@@ -110,25 +112,15 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
     return names
 
 
-def _choose(shapes: Iterable[str], selections: Sequence[set[str]]) -> dict[str, int]:
-    """Maps each name to the index of the first selection that has it, or to the number of selections."""
-    return {
-        name: next((i for i, names in enumerate(selections) if name in names), len(selections))
-        for name in shapes
-    }
-
-
 def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Portion]]:
     """This rank's portions: runs of slots with the same index, each up to where the next run begins."""
-    slots, length = master.layout.slots, master.flat.numel()
-    first = master.grid.shard.rank * length
+    slots = master.layout.slots
     starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1]]
     ends = [slots[n].offset for n in starts[1:]] + [master.layout.padded_numel(master.grid.shard.size)]
     for n, end in zip(starts, ends, strict=True):
-        start, stop = (min(max(edge - first, 0), length) for edge in (slots[n].offset, end))
-        if start < stop:
-            # Detached tensors share the version counter, so an update is noticed.
-            yield indices[n], Portion(nn.Parameter(master.flat.detach()[start:stop]), start, stop)
+        portion = portion_of(master, slots[n].offset, end)
+        if portion.start < portion.stop:
+            yield indices[n], portion
 
 
 def attach_targets(group: FlatGroup) -> None:
@@ -136,8 +128,7 @@ def attach_targets(group: FlatGroup) -> None:
     viewed = GroupViews(group) if group.master.has_views else None
     for parameter, start, stop in group.master.portions:
         FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
-        if viewed is not None:
-            VIEWED_SHARD.leave(parameter, viewed)
+        VIEWED_SHARD.leave(parameter, viewed)
 
 
 def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
@@ -156,66 +147,37 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
     return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
 
 
-def uncut_shapes(parameter: Tensor) -> list[tuple[int, ...]]:
-    """Whole shapes of the parameters of which an optimizer has this rank's part, on all ranks alike.
-
-    For parameters that `parameters()` lists; empty for a portion that `param_groups` has cut.
-    """
-    shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
-    if shape is not None:
-        return [shape]
-    return target.uncut_shapes(parameter) if isinstance(target, PortionTarget) else []
-
-
 class PortionTarget:
     """Elements [start, stop) of one group's master shard, as a `FlatShard`.
 
     Attributes:
         group: the group.
+        grid: the ranks over which the buffer is sharded, replicated and split.
+        identify: tells what a collective for this parameter carries.
+        device: the device that the model computes on.
+        rounding: the dtype of `compute`, to which values are rounded before an amax is taken.
+        is_counted: whether this rank counts the gradient in a norm: of ranks with the same one, one does.
     """
 
     def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
+        unit = group.unit
         self.group = group
+        self.grid = unit.grid
+        self.identify = unit.identify
+        self.device = unit.shared.device
+        self.rounding = unit.policy.precision.compute
+        self.is_counted = group.master.is_counted
         self._start, self._stop = start, stop
-
-    @property
-    def grid(self) -> Grid:
-        """The ranks over which the buffer is sharded, replicated and split."""
-        return self.group.grid
 
     @property
     def stages(self) -> Ranks:
         """The ranks of the pipeline; without one, alone."""
         return self.group.master.stages
 
-    def identify(self, action: Action) -> Identity | None:
-        """What a collective for this parameter carries."""
-        return self.group.unit.identify(action)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
-        return self.group.master.is_counted
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model computes on."""
-        return self.group.master.device
-
     @property
     def moved(self) -> Moved | None:
         """What a step has changed of the model besides gradients; see `FlatShard`."""
         return self.group.unit.shared.scales if self.group.unit.is_used else None
-
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether no gradient has landed since the model's last training forward."""
-        return self.group.unit.shared.microbatch.awaits_gradients
-
-    @property
-    def rounding(self) -> torch.dtype:
-        """The dtype of `compute`, to which values are rounded before an amax is taken."""
-        return self.group.unit.policy.precision.compute
 
     @property
     def compute(self) -> Tensor | None:
@@ -228,14 +190,9 @@ class PortionTarget:
         # A weight is in one portion: those are cut between weights.
         return self.group.compute_shard.amaxes_of(self._start, self._stop)
 
-    def uncut_shapes(self, parameter: Tensor) -> list[tuple[int, ...]]:
-        """Whole shapes of the parameters in the group, if `parameter` is its shard."""
-        master = self.group.master
-        return [slot.whole_shape for slot in master.layout.slots] if parameter is master.flat else []
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
-        return _no_target, ()
+        return type(None), ()
 
     def cast_done(self) -> None:
         """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
@@ -244,10 +201,15 @@ class PortionTarget:
 
 
 class GroupViews:
-    """The master shard of a group that is sharded in place, as a `ViewedShard`."""
+    """The master shard of a group that is sharded in place, as a `ViewedShard`.
+
+    Attributes:
+        flat: the whole master shard.
+    """
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
+        self.flat = group.master.flat
 
     @property
     def model(self) -> object:
@@ -258,11 +220,6 @@ class GroupViews:
     def number(self) -> int:
         """Number of the shard in its model; 0 before the model is used."""
         return self._group.master.in_model.number
-
-    @property
-    def flat(self) -> Tensor:
-        """The whole master shard."""
-        return self._group.master.flat
 
     @property
     def views(self) -> Sequence[tuple[Tensor, int, int]]:
@@ -279,8 +236,4 @@ class GroupViews:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles it as a `PortionTarget`."""
-        return _no_target, ()
-
-
-def _no_target() -> None:
-    return None
+        return type(None), ()

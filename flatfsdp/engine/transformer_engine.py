@@ -23,30 +23,23 @@ from flatfsdp.engine.step.unit import Unit
 LIBRARY = "transformer_engine"
 
 
-class DtypeOfInput:
-    """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with."""
+def _note_dtype(module: Any, inp: Tensor) -> None:
+    """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __call__(self, inp: Tensor) -> None:
-        """Notes the dtype of the input.
-
-        Raises:
-            TypeError: if the module computes with parameters of another dtype.
-        """
-        module = self._module
-        if torch.is_autocast_enabled():
-            type(module).set_activation_dtype(module, inp)
-            return
-        for name, listed in module._parameters.items():
-            tensor = vars(module).get(name, listed)
-            if tensor is not None and tensor.dtype != inp.dtype:
-                raise TypeError(
-                    f"{type(module).__name__} is given {inp.dtype}, and computes with {name} in "
-                    f"{tensor.dtype}; pass Precision(compute={inp.dtype}), or cast the input"
-                )
-        module.fast_setattr("activation_dtype", inp.dtype)
+    Raises:
+        TypeError: if the module computes with parameters of another dtype.
+    """
+    if torch.is_autocast_enabled():
+        type(module).set_activation_dtype(module, inp)
+        return
+    for name, listed in module._parameters.items():
+        tensor = vars(module).get(name, listed)
+        if tensor is not None and tensor.dtype != inp.dtype:
+            raise TypeError(
+                f"{type(module).__name__} is given {inp.dtype}, and computes with {name} in {tensor.dtype}; "
+                f"pass Precision(compute={inp.dtype}), or cast the input"
+            )
+    module.fast_setattr("activation_dtype", inp.dtype)
 
 
 class QuantizersOfWeights:
@@ -85,6 +78,7 @@ def _quantize(own: Any, unit: Unit, weight: Tensor) -> Any:
     # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
     if not isinstance(made, Tensor) and unit.holds(weight):
         tensors, _ = made.prepare_for_saving()
+        # To save them takes them out of what was made.
         made.restore_from_saved(tensors)
         unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
     return made
@@ -118,7 +112,8 @@ def free_fp8_weights(module: nn.Module, unit: Unit) -> None:
 def let_compute(module: nn.Module) -> None:
     """Lets a module of Transformer Engine compute in place; leaves all others alone."""
     if _is_theirs(module) and hasattr(module, "set_activation_dtype"):
-        vars(module)["set_activation_dtype"] = DtypeOfInput(module)
+        # A partial, not a closure: a copy of the module gets one with the copy.
+        vars(module)["set_activation_dtype"] = partial(_note_dtype, module)
 
 
 def _is_theirs(module: nn.Module) -> bool:

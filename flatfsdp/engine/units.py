@@ -123,6 +123,11 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
             yield prefix, each
 
 
+def distinct_units(module: nn.Module) -> list[UnitModule]:
+    """Every unit in `module` once, in registration order, itself included."""
+    return list(dict.fromkeys(unit for _, unit in units_in(module)))
+
+
 def stages_of(model: Model) -> list[nn.Module]:
     """List of the stages, or of the one model."""
     return [model] if isinstance(model, nn.Module) else list(model)

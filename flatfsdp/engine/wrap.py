@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 from torch import nn
 from typing_extensions import Unpack
@@ -14,6 +13,8 @@ from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.units import UnitModule
+
+U = TypeVar("U", bound=UnitModule)
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]
 """(name, module, parameters below it that no inner unit has taken) -> whether it becomes a unit."""
@@ -56,31 +57,14 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **options: Unpack[Options]) 
             then be one unit, which is not resharded between forward and backward.
     """
     require_known("auto_wrap", options)
-    picked = pick_units(model, policy)
-    if options.get("precision") is None:
-        options["precision"] = default_precision(parameters_to_take(model))
-    make_units(picked, partial(FlatFSDP, **options))
-    return FlatFSDP(model, **options)
+    return make_units(model, pick_units(model, policy), FlatFSDP, options)
 
 
-Place = tuple[nn.Module, str]
-"""A module, and the name of one of its children."""
+Places = list[tuple[nn.Module, str, str]]
+"""Where a module is a child: parent, name there, and path in the model.  A shared one has several places."""
 
 
-@dataclass
-class Picked:
-    """A module that a policy has picked.
-
-    Attributes:
-        name: its path in the model.
-        places: places where it is a child: several for a shared module.
-    """
-
-    name: str
-    places: list[Place] = field(default_factory=list)
-
-
-def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
+def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
     """The modules below `model` that become units, inner ones first; nothing is changed.
 
     Raises:
@@ -89,7 +73,7 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
     """
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
-    picked: dict[nn.Module, Picked] = {}
+    picked: dict[nn.Module, Places] = {}
     taken: set[nn.Parameter] = set()
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -98,15 +82,17 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
                 continue
             name = f"{prefix}{child_name}"
             if child not in picked:
+                # Inner ones first: what they take does not count as this one's.
                 # MultiheadAttention computes with its children's parameters without calling them.
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")
-                left = _parameters_below(child) - taken
+                owned = (each._parameters.values() for _, each in own_modules(child))
+                left = {p for of_module in owned for p in of_module if p is not None} - taken
                 if policy(name, child, sum(parameter.numel() for parameter in left)):
-                    picked[child] = Picked(name)
+                    picked[child] = []
                     taken.update(left)
             if child in picked:
-                picked[child].places.append((parent, child_name))
+                picked[child].append((parent, child_name, name))
 
     visit(model, "")
     if not picked:
@@ -117,27 +103,29 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
     return picked
 
 
-def make_units(picked: dict[nn.Module, Picked], make: Callable[[nn.Module], UnitModule]) -> None:
-    """Makes a unit of every module that was picked.
+def make_units(
+    model: nn.Module, picked: dict[nn.Module, Places], make: Callable[..., U], options: Options
+) -> U:
+    """Makes a unit of every module that was picked, and of the whole model; returns that one.
 
     Args:
         picked: the modules to make units of, from `pick_units`.
-        make: function that makes the unit; if it returns another object, that takes the module's places.
+        make: function of a module and options that makes the unit; if it returns another object, that takes
+            the module's places.
 
     Raises:
         ValueError: as `make`, with the unit's name.
     """
-    for module, pick in picked.items():
+    if options.get("precision") is None:
+        # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
+        options["precision"] = default_precision(parameters_to_take(model))
+    for module, places in picked.items():
         try:
-            unit = make(module)
+            unit = make(module, **options)
         except ValueError as error:
             # The message names parameters as they are called inside the unit.
-            raise ValueError(f"{pick.name}: {error}") from error
+            raise ValueError(f"{places[0][2]}: {error}") from error
         if unit is not module:
-            for parent, child_name in pick.places:
-                setattr(parent, child_name, unit)
-
-
-def _parameters_below(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters below `module` that no unit has taken."""
-    return {p for _, m in own_modules(module) for p in m._parameters.values() if p is not None}
+            for parent, name, _ in places:
+                setattr(parent, name, unit)
+    return make(model, **options)

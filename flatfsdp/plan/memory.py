@@ -101,14 +101,18 @@ def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
     def size(numel: int, dtype: torch.dtype) -> Size:
         return Size(numel, dtype, placement)
 
-    return GroupSizes(
-        master=size(shard, precision.param),
-        compute_shard=None if stored == precision.param else size(shard, stored),
-        flat_buffer=None if shards == 1 else size(padded, stored),
-        transposed=size(padded, stored) if is_fp8 else None,
-        main_grad=size(padded, precision.accumulate),
-        reduced_grad=size(shard, precision.grad or precision.param),
-    )
+    sizes = {
+        "master shard": size(shard, precision.param),
+        "main_grad": size(padded, precision.accumulate),
+        "reduced gradient": size(shard, precision.grad or precision.param),
+    }
+    if stored != precision.param:
+        sizes["compute shard"] = size(shard, stored)
+    if shards > 1:
+        sizes["flat buffer"] = size(padded, stored)
+    if is_fp8:
+        sizes["transposed weights"] = size(padded, stored)
+    return sizes
 
 
 def stage_sizes(part: Part, layouts: Layouts, job: Job) -> list[list[GroupSizes]]:
@@ -120,7 +124,7 @@ def stage_sizes(part: Part, layouts: Layouts, job: Job) -> list[list[GroupSizes]
 
 def stage_report(units: Sequence[Sequence[GroupSizes]], job: Job) -> MemoryReport:
     """The `memory_report` of a stage after a step of AdamW, except for its counters of steps."""
-    state = [group.master for unit in units for group in unit if group.master for _ in MOMENTS]
+    state = [sizes["master shard"] for unit in units for sizes in unit for _ in MOMENTS]
     return report_of(units, state, _ahead(job))
 
 
@@ -194,8 +198,8 @@ class _Rank:
         ahead = _ahead(self.job)
         live = "all units, until the last microbatch" if ahead is None else f"the root and {1 + ahead} units"
         return [
-            Line("flat buffer", self._unsharded("flat_buffer", ahead), f"gathered: {live}"),
-            Line("transposed weights", self._unsharded("transposed", ahead), "FP8, for the backward"),
+            Line("flat buffer", self._unsharded("flat buffer", ahead), f"gathered: {live}"),
+            Line("transposed weights", self._unsharded("transposed weights", ahead), "FP8, for the backward"),
         ]
 
     def _unsharded(self, buffer: str, ahead: int | None) -> int:
@@ -258,7 +262,7 @@ class _Rank:
 
         Without shards, gradients stay in place.
         """
-        reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
+        reduced = sum(sum(_by_unit(stage, "reduced gradient")) for stage in self.stages)
         return [
             *([self._main_grad(1 + MAX_IN_FLIGHT, embedding=True)] if self.job.ranks.dp_shard > 1 else []),
             Line("reduced gradient", reduced, "until zero_grad"),
@@ -299,5 +303,4 @@ class _Rank:
 
 
 def _by_unit(units: Sequence[Sequence[GroupSizes]], buffer: str) -> list[int]:
-    sizes = [[getattr(group, buffer) for group in unit] for unit in units]
-    return [sum(size.nbytes for size in unit if size is not None) for unit in sizes]
+    return [sum(sizes[buffer].nbytes for sizes in unit if buffer in sizes) for unit in units]

@@ -97,14 +97,15 @@ def of_unit(groups: Sequence[FlatLayout], job: Job, times: int) -> Sent:
     found = Sent()
     for layout in groups:
         sizes = group_sizes(layout, job)
-        assert sizes.main_grad is not None and sizes.reduced_grad is not None
-        gathered = 0 if sizes.flat_buffer is None else share(sizes.flat_buffer.nbytes, ranks.dp_shard)
+        gathered = share(sizes["flat buffer"].nbytes, ranks.dp_shard) if "flat buffer" in sizes else 0
         partial = layout.placement is Placement.PARTIAL and ranks.tp > 1
-        reduced = sizes.reduced_grad.numel * precision.reduce.itemsize
-        summed = sizes.reduced_grad.numel * torch.promote_types(precision.reduce, torch.float32).itemsize
+        reduced = sizes["reduced gradient"].numel * precision.reduce.itemsize
+        summed = (
+            sizes["reduced gradient"].numel * torch.promote_types(precision.reduce, torch.float32).itemsize
+        )
         own = Sent(
             gather=times * gathered,
-            reduce=share(sizes.main_grad.numel * precision.reduce.itemsize, ranks.dp_shard),
+            reduce=share(sizes["main_grad"].numel * precision.reduce.itemsize, ranks.dp_shard),
             all_reduce=2 * share(reduced, ranks.dp_replicate),
             tp_all_reduce=2 * share(summed, ranks.tp) if partial else 0,
         )

@@ -107,7 +107,7 @@ def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
     """Subclasses may extend them."""
     own = {name for cls in (FlatFSDP, UnitMethods, UnitModule) for name in vars(cls) if name.startswith("_")}
     private = {name for name in own if not name.endswith("__") and not hasattr(nn.Module, name)}
-    assert "_check_gathered" in private
+    assert "_require_own_flats" in private
     model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
     assert {name for name in vars(model) if name.startswith("_")} <= set(
         vars(FlattenParamsWrapper(nn.Linear(2, 2)))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.engine.guards.watch import watch
+from flatfsdp.engine.guards.optimizers import watch
 
 
 class Renamed:

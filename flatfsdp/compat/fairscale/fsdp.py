@@ -23,8 +23,8 @@ from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_redu
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
-from flatfsdp.engine.fsdp import FlatFSDP, whole_units
-from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.full_params import state_dict_gathering, whole_units
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.units import root_of, units_in
 from flatfsdp.flat.nested import map_tensors

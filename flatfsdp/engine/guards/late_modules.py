@@ -26,7 +26,9 @@ def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) ->
     present = parent._modules.get(name)
     if value is present or not is_owned(parent):
         return
-    parameter = next(_unsharded(value), None) if value is not None else None
+    brought = nn.Module.named_parameters(value) if value is not None else ()
+    trained = (name for name, each in brought if each.requires_grad and FLAT_SHARD.of(each) is None)
+    parameter = next(trained, None)
     if parameter is not None:
         raise TypeError(
             f"{name} of {type(parent).__name__} brings parameter {parameter} into a unit that is built "
@@ -46,16 +48,9 @@ _WAY_OUT = (
 )
 
 
-def _unsharded(module: nn.Module) -> Iterator[str]:
-    """Names of the trained parameters in `module` that no unit has sharded."""
-    for path, each in module.named_modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
-                yield f"{path}.{name}".lstrip(".")
-
-
 def _sharded(module: nn.Module, kept: nn.Module | None) -> Iterator[str]:
     """Names of the parameters that units have sharded in `module`, but not inside `kept`."""
+    # A module that wraps the old one, such as a layer of LoRA, keeps its parameters in use.
     stays = set() if kept is None else set(kept.modules())
     for path, each in module.named_modules():
         if each not in stays:

@@ -6,7 +6,8 @@ Out:  ValueError before anything has changed, which says what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
-from flatfsdp.engine.param_groups import PortionTarget, uncut_shapes
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.param_groups import PortionTarget
+from flatfsdp.torch_private import never_traced
 
 _NOT_ELEMENTWISE = frozenset(
     {
@@ -55,18 +58,59 @@ None if `flatfsdp.checkpoint` has made the state dict for this rank.
 """
 
 
-def refuse_whole_parameters_needed(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer that has been given shards.
+_WATCHED = "_flatfsdp_watched"
+"""Attribute of optimizers whose state dicts are watched."""
+
+
+# Compiled optimizer steps call it, too, and the compiler cannot trace such a look at parameters.
+@never_traced
+def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks an optimizer that is about to step; a hook of all optimizers."""
+    refuse_optimizer(optimizer)
+    # It may have got shards past add_param_group, by an assignment to its groups.
+    watch(optimizer)
+    # A closure runs the backward, later; the optimizer itself is the first argument.
+    if not any(map(callable, (*args[1:], *kwargs.values()))):
+        refuse_early_step(optimizer)
+
+
+def watching(add: Callable[..., None]) -> Callable[..., None]:
+    """An `add_param_group` that refuses what `watch` refuses, and leaves the optimizer without it."""
+
+    @functools.wraps(add)
+    def add_param_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        add(optimizer, param_group)
+        try:
+            watch(optimizer)
+        except ValueError:
+            # A caller that goes on has the optimizer as it was.
+            optimizer.param_groups.pop()
+            raise
+
+    return add_param_group
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """Watches the state dicts of an optimizer that has shards, however it came by them.
 
     Raises:
         ValueError: if its update of an element depends on other elements.
     """
-    if not _is_elementwise(type(optimizer)):
+    watched = vars(optimizer)
+    # No function call per parameter: an ordinary optimizer, which is never watched, comes here in each step.
+    shard = FLAT_SHARD.name
+    if _WATCHED in watched or all(p.__dict__.get(shard) is None for p in parameters_of(optimizer)):
+        return
+    names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
+    if names & _NOT_ELEMENTWISE:
         raise ValueError(
             f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
             "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
             "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
         )
+    optimizer.register_state_dict_post_hook(note_part)
+    optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
+    watched[_WATCHED] = True
 
 
 def note_part(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -88,6 +132,7 @@ def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: d
     problem = _misfit(optimizer, state_dict)
     targets = {(target.grid, target.stages): target for target in _targets(optimizer)}
     for (grid, stages), target in targets.items():
+        # One dimension after the other, with what is known so far: a problem of any rank reaches them all.
         for ranks in (*grid.dimensions, stages):
             meet(ranks, "optimizer.load_state_dict", target.group.unit.policy.timeout)
             problem = next(filter(None, all_gather_object(problem, ranks, target.device)), None)
@@ -109,9 +154,9 @@ def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str
             f"{rank} loads the state dict of an optimizer that has another rank's part of the model, or had "
             f"it on another number of ranks, such as the first rank's from torch.save; {way_out}"
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):  # torch refuses other lengths
+    # PyTorch itself refuses other lengths.
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
                 return (
@@ -131,12 +176,16 @@ def _parts(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     ]
 
 
-def _targets(optimizer: torch.optim.Optimizer) -> Iterator[PortionTarget]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            target = FLAT_SHARD.of(parameter)
-            if isinstance(target, PortionTarget):
-                yield target
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of the optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _targets(optimizer: torch.optim.Optimizer) -> list[PortionTarget]:
+    """Targets of the optimizer's shards; each step asks, so there is no function call a parameter."""
+    shard = FLAT_SHARD.name
+    found = (p.__dict__.get(shard) for group in optimizer.param_groups for p in group["params"])
+    return [target for target in found if isinstance(target, PortionTarget)]
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -146,10 +195,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if weight
             decay was chosen by `p.dim()`, which is 1 for shards.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # No function call per parameter: that would take most of the time.
     mark = TAKEN_AS.name
-    name = next((p.__dict__[mark] for p in parameters if mark in p.__dict__), None)
+    name = next((p.__dict__[mark] for p in parameters_of(optimizer) if mark in p.__dict__), None)
     if name is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} has parameter {name} as it was before the model was "
@@ -168,15 +216,13 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
             nothing in the optimizer has a gradient, and no backward has brought one to a model whose shards
             it has since that model's last training forward.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # No function call per parameter, as above.
-    shard = FLAT_SHARD.name
-    targets = [t for p in parameters if isinstance(t := p.__dict__.get(shard), PortionTarget)]
-    for group in dict.fromkeys(target.group for target in targets):
+    groups = list(dict.fromkeys(target.group for target in _targets(optimizer)))
+    # First: this may find that accumulated gradients were zeroed, and drop them.
+    for group in groups:
         group.require_reduced()
-    if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters):
+    if any(p.grad is not None or MAIN_GRAD.of(p) is not None for p in parameters_of(optimizer)):
         return
-    if any(target.awaits_gradients for target in targets):
+    if any(group.unit.shared.microbatch.awaits_gradients for group in groups):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
             "brought one to the model since its last training forward. backward(inputs=...) with what "
@@ -201,9 +247,11 @@ def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_matrix(parameter: Tensor) -> bool:
-    return any(len(shape) >= 2 for shape in uncut_shapes(parameter))
-
-
-def _is_elementwise(cls: type) -> bool:
-    names = {base.__name__.lower().replace("_", "") for base in cls.__mro__}
-    return not names & _NOT_ELEMENTWISE
+    """Whether an optimizer has, in this shard, a part of a parameter that has a matrix's shape as a whole."""
+    shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
+    if shape is not None:
+        return len(shape) >= 2
+    # A portion that `param_groups` has cut was chosen by the shape itself.
+    if not isinstance(target, PortionTarget) or parameter is not target.group.master.flat:
+        return False
+    return any(len(slot.whole_shape) >= 2 for slot in target.group.layout.slots)

@@ -6,7 +6,8 @@ Out:  ValueError in the offending call, which says what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import nn
@@ -44,19 +45,19 @@ class Guarded(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == _MARK and value:
             raise _around("FullyShardedDataParallel, or fully_shard,")
-        if isinstance(value, nn.Parameter) and _has_name(type(value), {"DTensor"}):
+        if isinstance(value, nn.Parameter) and _name_among({"DTensor"}, type(value)):
             raise _around("fully_shard or parallelize_module")
         super().__setattr__(name, value)
 
 
-def refuse_engine_around(parent: nn.Module, value: nn.Module) -> None:
+def refuse_engine_around(parent: nn.Module, _name: str, value: nn.Module | None) -> None:
     """Checks a module before it becomes a child of `parent`.
 
     Raises:
         ValueError: if `parent` is another engine, and there is a unit in `value`.
     """
-    engine = wrapper_name(parent)
-    if engine is not None and any(map(is_unit, value.modules())):
+    engine = _wrapper_name(parent)
+    if engine is not None and value is not None and any(map(is_unit, value.modules())):
         raise _around(engine)
 
 
@@ -67,7 +68,7 @@ def refuse_engine_inside(name: str, module: nn.Module) -> None:
         ValueError: if another engine keeps them.
     """
     hooked = map(_engine_of, module._forward_pre_hooks.values())
-    engine = wrapper_name(module) or next(filter(None, hooked), None)
+    engine = _wrapper_name(module) or next(filter(None, hooked), None)
     if engine is not None:
         raise ValueError(
             f"{name or 'the module'} is in the hands of {engine} already, which reduces its gradients by "
@@ -75,31 +76,22 @@ def refuse_engine_inside(name: str, module: nn.Module) -> None:
         )
 
 
-def wrapper_name(module: nn.Module) -> str | None:
+def _wrapper_name(module: nn.Module) -> str | None:
     """Name of the engine whose wrapper `module` is; None for other modules and for our units."""
     # Our fairscale-compatible wrapper has a class of such a name.
-    if isinstance(module, Guarded) or not _has_name(type(module), _WRAPPERS):
-        return None
-    return next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS)
-
-
-def _has_name(cls: type, names: frozenset[str] | set[str]) -> bool:
-    return any(base.__name__ in names for base in cls.__mro__)
+    return None if isinstance(module, Guarded) else _name_among(_WRAPPERS, type(module))
 
 
 def _engine_of(hook: Callable[..., Any]) -> str | None:
     """Name of the wrapper-less engine that a hook belongs to; None if it belongs to none."""
-    states = (type(getattr(each, "__self__", None)) for each in _wrapped(hook))
-    names = (base.__name__ for state in states for base in state.__mro__)
-    return next((_STATES[name] for name in names if name in _STATES), None)
+    # Engines keep the compiler out of their hooks by a decorator, behind which is a method of their state.
+    method = inspect.unwrap(hook, stop=lambda each: hasattr(each, "__self__"))
+    return _STATES.get(_name_among(_STATES, type(getattr(method, "__self__", None))) or "")
 
 
-def _wrapped(hook: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yields `hook` and the functions that its decorators wrap."""
-    yield hook
-    while hasattr(hook, "__wrapped__"):
-        hook = hook.__wrapped__
-        yield hook
+def _name_among(names: Container[str], cls: type) -> str | None:
+    """The first of these names that `cls` or one of its bases has: others' classes may derive from it."""
+    return next((base.__name__ for base in cls.__mro__ if base.__name__ in names), None)
 
 
 def _around(engine: str) -> ValueError:

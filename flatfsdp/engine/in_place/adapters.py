@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from flatfsdp.engine.in_place.parts import unit_of
+from flatfsdp.engine.methods import unit_of
 
 _REPLACES = "sharded modules would leave the model"
 _PLAIN = "save_pretrained(folder) on all ranks, and call it of what plain PEFT makes of the folder"
@@ -33,23 +33,9 @@ _REFUSED = {
 }
 
 
-def said_of_adapters(plain: type[nn.Module]) -> dict[str, Any]:
-    """Replacements, by name, for those of these methods that the class has."""
-    if hasattr(plain, "adapter_layer_names"):
-        # A layer of PEFT: the model around it, whose methods are replaced, calls it.
-        return {}
-    found: dict[str, Any] = {name: _refusing(name, why) for name, why in _REFUSED.items()}
-    for name in ("merge_adapter", "unmerge_adapter"):
-        if hasattr(plain, name):
-            found[name] = _with_whole_parameters(getattr(plain, name))
-    if hasattr(plain, "load_adapter"):
-        found["load_adapter"] = _into_its_place(plain.load_adapter)
-    if hasattr(plain, "set_adapter"):
-        found["set_adapter"] = _as_trained(plain.set_adapter)
-    return {name: value for name, value in found.items() if hasattr(plain, name)}
+def refusing(name: str, why: str, _method: object = None) -> Callable[..., NoReturn]:
+    """A method that raises RuntimeError, in the place of the method of this name."""
 
-
-def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     def refuse(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(f"{name} of a {type(module).__name__} that is sharded: {why}")
 
@@ -73,7 +59,7 @@ def _into_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
     def load_adapter(module: Any, *args: Any, **kwargs: Any) -> Any:
         name = signature.bind(module, *args, **kwargs).arguments.get("adapter_name", "default")
         if name not in getattr(module, "peft_config", {}):
-            _refusing("load_adapter", _REFUSED["add_adapter"])(module)
+            refusing("load_adapter", _REFUSED["add_adapter"])(module)
         return method(module, *args, **kwargs)
 
     return load_adapter
@@ -88,6 +74,7 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
             RuntimeError: if other adapters would be trained afterwards.  Where gradients are switched off,
                 nobody asks for that: TRL turns to the reference's adapter there, and back.
         """
+        # PEFT also freezes the adapters that it does not choose; what is trained is to stay as it is.
         before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         result = method(module, *args, **kwargs)
         changed = any(parameter.requires_grad != trains for parameter, trains in before)
@@ -104,6 +91,16 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
     return set_adapter
 
 
+OF_ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "merge_adapter": _with_whole_parameters,
+    "unmerge_adapter": _with_whole_parameters,
+    "load_adapter": _into_its_place,
+    "set_adapter": _as_trained,
+    **{name: functools.partial(refusing, name, why) for name, why in _REFUSED.items()},
+}
+"""What makes the replacement of each method from the method itself, by name."""
+
+
 @contextmanager
 def only_keys(module: Any) -> Iterator[None]:
     """Context in which state dicts of parts are local, with this rank's parts: PEFT asks for their keys.
@@ -118,23 +115,9 @@ def only_keys(module: Any) -> Iterator[None]:
             "computed; call it on all ranks, without state_dict"
         )
     state = unit_of(module).fsdp_state
-    before = state.is_whole
-    state.is_whole = True
+    # Nothing is gathered: the other ranks are not here, and only the keys are read.
+    before, state.is_whole = state.is_whole, True
     try:
         yield
     finally:
         state.is_whole = before
-
-
-@contextmanager
-def computing_by_itself(module: nn.Module) -> Iterator[None]:
-    """Context inside `summon_full_params` in which parts compute with the ordinary parameters.
-
-    Prompt encoders do so when they are saved.
-    """
-    state = unit_of(module).fsdp_state
-    state.uses += 1
-    try:
-        yield
-    finally:
-        state.uses -= 1

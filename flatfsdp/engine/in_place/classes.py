@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.mixed import About, Mixed, mixed_class
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.full_params import whole_for_state_dict
 from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
-from flatfsdp.engine.in_place.parts import unit_of
-from flatfsdp.engine.methods import UnitMethods, whole_units
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.methods import UnitMethods, unit_of
 from flatfsdp.torch_private import traced_inside
 
 
-class _Sharded(Mixed):
+class _Sharded(Mixed, nn.Module):
     """Base of the classes that are put in front of a user's class."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors under their own names, as before it was sharded.  Collective."""
+        with whole_for_state_dict(unit_of(self)):
+            return super().state_dict(*args, **kwargs)
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
@@ -43,14 +46,8 @@ class FlatFSDPModule(_Sharded, UnitMethods):
         """Calls the module with whole parameters."""
         return call_unit(self, super().__call__, args, kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors under their own names, as before it was sharded.  Collective."""
-        root_of(self)
-        with whole_units([self], state_dict_gathering(), writeback=False):
-            return super().state_dict(*args, **kwargs)
 
-
-class FlatFSDPPart(_Sharded, nn.Module):
+class FlatFSDPPart(_Sharded):
     """A module in a unit that may be called by itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,13 +57,6 @@ class FlatFSDPPart(_Sharded, nn.Module):
             # the unit, between its graphs.
             return super().__call__(*args, **kwargs)
         return call_unit(unit_of(self), super().__call__, args, kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors, as before it was sharded.  Collective."""
-        unit = unit_of(self)
-        root_of(unit)
-        with whole_units([unit], state_dict_gathering(), writeback=False):
-            return super().state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDPPart:
         unit_of(self)._apply(fn, recurse)

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,40 +28,15 @@ from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.in_place.adapters import computing_by_itself, only_keys, said_of_adapters
-from flatfsdp.engine.in_place.parts import unit_of
-from flatfsdp.engine.methods import whole_units
-from flatfsdp.engine.units import root_of, units_in
-from flatfsdp.flat.sites import Site
+from flatfsdp.engine.full_params import whole_units
+from flatfsdp.engine.in_place.adapters import OF_ADAPTERS, only_keys, refusing
+from flatfsdp.engine.methods import unit_of
+from flatfsdp.engine.units import distinct_units, root_of
 from flatfsdp.policy import Gathering
 
 LIBRARIES = ("transformers", "diffusers", "peft")
 _SAVED_DTYPE = Attribute[torch.dtype | None]("_flatfsdp_saved_dtype", None)
 """The dtype of what is written, on a model that is being saved."""
-COUNTS = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
-
-
-def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
-    """Replacements, by name, for the attributes that a class of these libraries has."""
-    if not any(base.__module__.split(".")[0] in LIBRARIES for base in plain.__mro__):
-        return {}
-    found: dict[str, Any] = {
-        "dtype": property(lambda self: _SAVED_DTYPE.of(self) or _computed_with(self).dtype),
-        "device": property(lambda self: _computed_with(self).device),
-        "resize_token_embeddings": _refuse_resizing,
-        "should_save_on_this_rank": _is_saved_here,
-    }
-    for name in COUNTS:
-        if hasattr(plain, name):
-            found[name] = _counting(getattr(plain, name))
-    if hasattr(plain, "save_pretrained"):
-        found["save_pretrained"] = _saving(plain.save_pretrained)
-    found = {name: value for name, value in found.items() if hasattr(plain, name)}
-    if hasattr(plain, "generate"):
-        found["_is_fsdp_managed_module"] = property(_generates_together)
-        # The compiler reads this from modules that claim to be FSDP's.
-        found["_fsdp_use_orig_params"] = True
-    return found | said_of_adapters(plain)
 
 
 def _computed_with(module: nn.Module) -> Tensor:
@@ -79,45 +53,30 @@ def _computed_with(module: nn.Module) -> Tensor:
     raise AttributeError(f"{type(module).__name__} has no parameter of floating-point numbers")
 
 
-def _generates_together(module: nn.Module) -> bool:
-    """Tells transformers that every forward is collective, so that all ranks generate equally long."""
-    return not unit_of(module).fsdp_state.is_kept
-
-
-def _refuse_resizing(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        f"resize_token_embeddings of a {type(module).__name__} that is sharded: the layout of its parameters "
-        "is fixed on all ranks; resize it before flatfsdp.shard"
-    )
-
-
 def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _whole_shapes(module):
+        """Counts parameters that are listed with their whole shapes, and without memory."""
+        listed = [(p, shape) for p in module.parameters() if (shape := WHOLE_SHAPE.of(p)) is not None]
+        whole = {
+            p: nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"), p.requires_grad)
+            for p, shape in listed
+        }
+        _list(module, whole)
+        try:
             return method(module, *args, **kwargs)
+        finally:
+            _list(module, {each: p for p, each in whole.items()})
 
     return counted
 
 
-@contextmanager
-def _whole_shapes(module: nn.Module) -> Iterator[None]:
-    """Context in which parameters are listed with their whole shapes, and without memory."""
-    before: list[tuple[Site, nn.Parameter]] = []
-    shapes: dict[nn.Parameter, nn.Parameter] = {}
+def _list(module: nn.Module, instead: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Lists other parameters instead of those that are listed now; reading them as attributes stays."""
     for owner in module.modules():
         for name, listed in owner._parameters.items():
-            if listed is not None and (shape := WHOLE_SHAPE.of(listed)) is not None:
-                whole = torch.empty(shape, dtype=listed.dtype, device="meta")
-                shapes.setdefault(listed, nn.Parameter(whole, listed.requires_grad))
-                before.append((Site(owner, name, name), listed))
-    for site, listed in before:
-        site.module._parameters[site.attribute] = shapes[listed]
-    try:
-        yield
-    finally:
-        for site, listed in before:
-            site.module._parameters[site.attribute] = listed
+            if listed is not None:
+                owner._parameters[name] = instead.get(listed, listed)
 
 
 def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,29 +95,42 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(module, *args, **kwargs)
         # A fused head takes `*args` and `**kwargs`.  Without a folder the method itself raises.
         folder = args[0] if args else kwargs.get("save_directory", "")
-        given = bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
-        if given is not None:
+        given = bound.arguments.pop("state_dict", bound.kwargs.get("state_dict"))
+
+        def write(values: dict[str, Any]) -> None:
             local_path(folder)
-            with _saved_in(module, given), only_keys(module):
-                method(*bound.args, **bound.kwargs)
+            tensors = (value for value in values.values() if isinstance(value, Tensor))
+            floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+            _SAVED_DTYPE.leave(module, next(floating, None))
+            try:
+                method(*bound.args, **{**bound.kwargs, "state_dict": values})
+            finally:
+                _SAVED_DTYPE.leave(module, None)
+
+        if given is not None:
+            with only_keys(module):
+                write(given)
             return
-        state = unit_of(module).fsdp_state
+        unit = unit_of(module)
+        state = unit.fsdp_state
+        # A rank that saves alone raises here; its gather would pair with whatever the others do next.
         for ranks in state.grid.dimensions:
             meet(ranks, "save_pretrained", state.policy.timeout)
         problem = None
-        root_of(unit_of(module))
-        units = list(dict.fromkeys(unit for _, unit in units_in(unit_of(module))))
-        with whole_units(units, Gathering(rank0_only=True, offload_to_cpu=True), writeback=False):
+        root_of(unit)
+        gathering = Gathering(rank0_only=True, offload_to_cpu=True)
+        with whole_units(distinct_units(unit), gathering, writeback=False):
             if state.grid.is_first:
-                # All that the method asks of inner modules is here now, without the other ranks.
+                # All that the method asks of inner modules is here now, without the other ranks.  So parts
+                # compute by themselves meanwhile, as inside a call: prompt encoders are computed to be saved.
+                state.uses += 1
                 try:
-                    local_path(folder)
-                    gathered = module.state_dict()
-                    _pass_state_dict(signature, bound, gathered)
-                    with _saved_in(module, gathered), computing_by_itself(module):
-                        method(*bound.args, **bound.kwargs)
+                    write(module.state_dict())
                 except Exception as error:
                     problem = error
+                finally:
+                    state.uses -= 1
+        # The others wait here until the file is written, and learn whether it was.
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         first = broadcast_object(said, state.grid.dimensions, state.shared.device)
         if problem is not None:
@@ -174,25 +146,34 @@ def _is_saved_here(module: nn.Module, is_main_process: bool) -> bool:
     return is_main_process and unit_of(module).fsdp_state.grid.is_first
 
 
-@contextmanager
-def _saved_in(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
-    """Context in which the model's `dtype` is that of these values."""
-    tensors = (value for value in values.values() if isinstance(value, Tensor))
-    floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
-    _SAVED_DTYPE.leave(module, next(floating, None))
-    try:
-        yield
-    finally:
-        _SAVED_DTYPE.leave(module, None)
+_OF_MODELS: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda _: property(lambda self: _SAVED_DTYPE.of(self) or _computed_with(self).dtype),
+    "device": lambda _: property(lambda self: _computed_with(self).device),
+    "num_parameters": _counting,
+    "get_memory_footprint": _counting,
+    "get_nb_trainable_parameters": _counting,
+    "save_pretrained": _saving,
+    "should_save_on_this_rank": lambda _: _is_saved_here,
+    "resize_token_embeddings": functools.partial(
+        refusing,
+        "resize_token_embeddings",
+        "the layout of its parameters is fixed on all ranks; resize it before flatfsdp.shard",
+    ),
+}
+"""What makes the replacement of each attribute from the attribute itself, by name."""
 
 
-def _pass_state_dict(
-    signature: inspect.Signature, bound: inspect.BoundArguments, state: dict[str, Tensor]
-) -> None:
-    """Passes the state dict under its own name, or among the arguments that the method hands on."""
-    if "state_dict" in signature.parameters:
-        bound.arguments["state_dict"] = state
-        return
-    kinds = signature.parameters.values()
-    others = next(each.name for each in kinds if each.kind is inspect.Parameter.VAR_KEYWORD)
-    bound.arguments.setdefault(others, {})["state_dict"] = state
+def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
+    """Replacements, by name, for the attributes that a class of these libraries has."""
+    if not any(base.__module__.split(".")[0] in LIBRARIES for base in plain.__mro__):
+        return {}
+    # A layer of PEFT has methods of these names, too, which the model around it calls.
+    adapters = {} if hasattr(plain, "adapter_layer_names") else OF_ADAPTERS
+    makers = (_OF_MODELS | adapters).items()
+    found = {name: make(getattr(plain, name)) for name, make in makers if hasattr(plain, name)}
+    if hasattr(plain, "generate"):
+        # Every forward is collective, so that transformers lets all ranks generate equally long.
+        found["_is_fsdp_managed_module"] = property(lambda self: not unit_of(self).fsdp_state.is_kept)
+        # The compiler reads this from modules that claim to be FSDP's.
+        found["_fsdp_use_orig_params"] = True
+    return found

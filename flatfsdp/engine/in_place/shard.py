@@ -20,13 +20,13 @@ from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
+from flatfsdp.engine.claim import own_modules, parameters_to_take
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
-from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
+from flatfsdp.engine.methods import unit_of
 from flatfsdp.engine.options import Options, require_known
 from flatfsdp.engine.transformer_engine import let_compute
-from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.engine.units import UnitModule, distinct_units
 from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 
 M = TypeVar("M", bound=nn.Module)
@@ -74,18 +74,11 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
     # Raise all that can be known before anything changes.
     _require_shardable(module)
     picked = {} if policy is None else pick_units(module, policy)
-    parameters = parameters_to_take(module)
-    if options.get("precision") is None:
-        # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
-        options["precision"] = default_precision(parameters)
+    # For its checks: `make_units` would come to some of them when other units are made already.
+    parameters_to_take(module)
     for each in picked:
         _require_shardable(each)
-
-    def make(part: nn.Module) -> UnitModule:
-        return _make_unit(part, **options)
-
-    make_units(picked, make)
-    make(module)
+    make_units(module, picked, _make_unit, options)
     return module
 
 
@@ -135,7 +128,7 @@ def _require_shardable(module: nn.Module) -> None:
 
 
 def _make_unit(module: nn.Module, **options: Unpack[Options]) -> UnitModule:
-    inside = [each for _, each in units_in(module)]
+    inside = distinct_units(module)
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]
     state = build_unit(module, in_place=True, **options)
@@ -157,7 +150,7 @@ def _make_unit(module: nn.Module, **options: Unpack[Options]) -> UnitModule:
 def _enclose(unit: UnitModule, outer: UnitModule) -> None:
     """Notes that `outer` alone calls `unit`, which may then be compiled whole."""
     unit.fsdp_state.outer = weakref.ref(outer)
-    if not any(each is not unit for _, each in units_in(unit)):
+    if distinct_units(unit) == [unit]:
         for _, part in own_modules(unit):
             if isinstance(part, FlatFSDPPart):
                 unmix(part)

@@ -13,39 +13,18 @@ An empty view stands where its parameter would be, so starts ascend in the order
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
-from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD
-from flatfsdp.contract.main_grad import (
-    CLAIM_MAIN_GRAD,
-    GET_MAIN_GRAD,
-    GRAD_ADDED_TO_MAIN_GRAD,
-    IS_FSDP_PARAM,
-    MAIN_GRAD,
-    OVERWRITE_MAIN_GRAD,
-)
-from flatfsdp.contract.operand import FP8_OPERAND
-from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
+from flatfsdp.contract.attribute import Attribute
 from flatfsdp.engine.storage.master import MasterShard, Portion
 
 _OF_ONE_TENSOR = {
-    attribute.name
-    for attribute in (
-        CLAIM_MAIN_GRAD,
-        FLAT_SHARD,
-        FP8_OPERAND,
-        GET_MAIN_GRAD,
-        GRAD_ADDED_TO_MAIN_GRAD,
-        IS_FSDP_PARAM,
-        MAIN_GRAD,
-        OVERWRITE_MAIN_GRAD,
-        TAKEN_AS,
-        VIEWED_SHARD,
-        WHOLE_SHAPE,
-    )
+    each.name
+    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
+    for each in vars(contract).values()
+    if isinstance(each, Attribute)
 }
 """Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
@@ -60,18 +39,21 @@ def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]
     Args:
         originals: the parameters of the slots, in their order.
     """
-    length = master.flat.numel()
-    first = master.grid.shard.rank * length
     portions = []
     for slot, original in zip(master.layout.slots, originals, strict=True):
-        start, stop = (min(max(edge - first, 0), length) for edge in (slot.offset, slot.end))
-        view = nn.Parameter(master.flat.detach()[start:stop], original.requires_grad)
-        vars(view).update(_users_own(vars(original)))
-        WHOLE_SHAPE.leave(view, slot.whole_shape)
-        portions.append(Portion(view, start, stop))
+        portion = portion_of(master, slot.offset, slot.end, trains=original.requires_grad)
+        # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
+        users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
+        vars(portion.parameter).update(users_own)
+        whole_shape.WHOLE_SHAPE.leave(portion.parameter, slot.whole_shape)
+        portions.append(portion)
     return portions
 
 
-def _users_own(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes to copy, with tensor-parallel marks, which other libraries read from the optimizer."""
-    return {name: value for name, value in attributes.items() if name not in _OF_ONE_TENSOR}
+def portion_of(master: MasterShard, offset: int, end: int, *, trains: bool = True) -> Portion:
+    """This rank's part of elements [offset, end) of the whole buffer: a parameter in the shard's memory."""
+    length = master.flat.numel()
+    first = master.grid.shard.rank * length
+    start, stop = (min(max(edge - first, 0), length) for edge in (offset, end))
+    # A slice of a detached tensor shares the version counter, so an update of the parameter is noticed.
+    return Portion(nn.Parameter(master.flat.detach()[start:stop], trains), start, stop)

@@ -26,11 +26,9 @@ def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHa
 
     The unit's own module is left out, unless no module is inside: then it is a layer itself.
     """
-    owners: dict[nn.Module, None] = {}
-    for site in (site for group in unit.groups for sites in group.binding.sites for site in sites):
-        is_outermost = site.name == site.attribute
-        if not (is_outermost and site.module._modules):
-            owners[site.module] = None
+    sites = (site for group in unit.groups for sites in group.binding.sites for site in sites)
+    inside = (site.module for site in sites if site.name != site.attribute or not site.module._modules)
+    owners = dict.fromkeys(inside)
     cast = partial(_cast_arguments, dtype)
     return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
 

@@ -202,15 +202,15 @@ def _moment(place: Place) -> str:
 def _units(traced: Traced, microbatches: int, link: Group, precision: Precision) -> list[UnitPlan]:
     plans = []
     for name, parameters, groups in zip(traced.names, traced.parameters, traced.sizes, strict=True):
-        flat = _nbytes(groups, "flat_buffer")
-        numel = sum(group.main_grad.numel for group in groups if group.main_grad is not None)
+        flat = _nbytes(groups, "flat buffer")
+        numel = sum(sizes["main_grad"].numel for sizes in groups if "main_grad" in sizes)
         reduced = share(numel * precision.reduce.itemsize, link.size)
         plans.append(
             UnitPlan(
                 name=name,
                 parameters=parameters,
-                between_steps=_nbytes(groups, "master") + _nbytes(groups, "compute_shard"),
-                gathered=flat + _nbytes(groups, "transposed"),
+                between_steps=_nbytes(groups, "master shard") + _nbytes(groups, "compute shard"),
+                gathered=flat + _nbytes(groups, "transposed weights"),
                 saved=traced.at_peak.get(Place(name, FORWARD), 0),
                 forward=total(traced.loads, [FORWARD], name).seconds / microbatches,
                 backward=total(traced.loads, [BACKWARD], name).seconds / microbatches,
@@ -223,8 +223,7 @@ def _units(traced: Traced, microbatches: int, link: Group, precision: Precision)
 
 
 def _nbytes(groups: Sequence[GroupSizes], buffer: str) -> int:
-    sizes = [getattr(group, buffer) for group in groups]
-    return sum(size.nbytes for size in sizes if size is not None)
+    return sum(sizes[buffer].nbytes for sizes in groups if buffer in sizes)
 
 
 # ---- time -------------------------------------------------------------------------------------------------
