@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.units import root_of
-from flatfsdp.flat.nested import tensors_in
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 
@@ -41,7 +38,7 @@ def call_unit(
     except BaseException:
         root.fail_forward()
         raise
-    _end(root, outputs)
+    root.end_forward(outputs)
     return outputs
 
 
@@ -57,14 +54,6 @@ def _begin(unit: UnitMethods, inputs: object) -> Root | None:
     return root
 
 
-@never_traced
-def _end(root: Root, outputs: Any) -> None:
-    tensors = tensors_in(outputs)
-    # An output in which no tensor was found may still hide one that starts a backward.
-    can_start_backward = not tensors or any(t.requires_grad for t in tensors)
-    root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
-
-
 @traced_inside
 def _around(
     unit: DrivenUnit, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -74,8 +63,8 @@ def _around(
     try:
         outputs = compute(*args, **kwargs)
     except BaseException:
-        unit.uses -= 1
         unit.after_failure()
         raise
-    unit.uses -= 1
+    finally:
+        unit.uses -= 1
     return unit.after_forward(begun, (args, kwargs), outputs)

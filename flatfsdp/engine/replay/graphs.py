@@ -10,23 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatfsdp.engine.replay.random_state import RandomMoves, RecordedRandomStates, watched
 from flatfsdp.torch_private import uses_of_memory
-
-
-class Graph(Protocol):
-    """A recording of the kernels that a function launches."""
-
-    def replay(self) -> None:
-        """Launches the kernels again; they read what is at the same addresses now."""
-
-    def reset(self) -> None:
-        """Frees the graph."""
 
 
 class Graphs:
@@ -79,7 +69,7 @@ class Graphs:
             random.recorded(),
         ):
             result = function()
-        return _CapturedGraph(graph, random), result
+        return Graph(graph, random), result
 
     @property
     def nbytes(self) -> int:
@@ -112,17 +102,19 @@ class Graphs:
         return others + aliased
 
 
-class _CapturedGraph:
-    """A CUDA graph, and the generator states that it draws from."""
+class Graph:
+    """A recording of the kernels that a function launches, and the generator states that it draws from."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, random: RecordedRandomStates) -> None:
         self._graph, self._random = graph, random
 
     def replay(self) -> None:
+        """Launches the kernels again; they read what is at the same addresses now."""
         with self._random.replayed():
             self._graph.replay()
 
     def reset(self) -> None:
+        """Frees the graph."""
         self._graph.reset()
 
 

@@ -277,12 +277,10 @@ class DrivenUnit(Unit):
                 "or a global list), or a loss was made of module.weight outside of the forward; return the "
                 "tensor from the forward, or set it as an attribute of a module in the unit"
             )
-        # The common case without the call: this runs once a parameter.
-        by_group = self._landed.get(running_backward())
-        if by_group is None:
-            by_group = self._landed[self.root.begin_backward()]
-        landed = by_group[group]
+        landed = self._landed[running_backward(), group]
+        # Once a group, not once a parameter.
         if not landed:
+            self.root.begin_backward()
             group.join_step()
             self.shared.microbatch.awaits_gradients = False
         if index is None:

@@ -247,8 +247,13 @@ class Root:
         for scales in self._weight_scales:
             scales.refresh()
 
-    def end_forward(self, *, backward_follows: bool) -> None:
-        """Frees what was gathered ahead and not used; without a backward, frees everything."""
+    @never_traced
+    def end_forward(self, outputs: object) -> None:
+        """Frees what was gathered ahead and not used; if no backward can follow, frees everything."""
+        tensors = tensors_in(outputs)
+        # An output in which no tensor was found may still hide one that starts a backward.
+        can_start_backward = not tensors or any(t.requires_grad for t in tensors)
+        backward_follows = torch.is_grad_enabled() and can_start_backward
         self.in_forward = False
         self.calls.clear()
         if backward_follows and self.order.current.trained:

@@ -58,8 +58,9 @@ class Unit(UnitMember):
         self.keep_as_root = True
         self.writes = WriteCheck()
         self.derived = DerivedWeights()
-        # By running backward: one that reentrant checkpointing nests in another counts separately.
-        self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
+        # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
+        # separately.
+        self._landed: defaultdict[tuple[int, FlatGroup], set[int]] = defaultdict(set)
         self._reached_in: set[int] = set()
         self._empty_in: set[int] = set()
         self._open_uses: set[object] = set()
@@ -174,7 +175,7 @@ class Unit(UnitMember):
         return awaited
 
     def _all_landed_in(self, backward: int) -> bool:
-        landed = sum(map(len, self._landed[backward].values())) if backward in self._landed else 0
+        landed = sum(len(self._landed.get((backward, group), ())) for group in self.groups)
         return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def _free_after_backward(self) -> None:
@@ -215,8 +216,3 @@ class Unit(UnitMember):
         for group in self.groups:
             group.drop_unreduced()
             group.master.marks.drop_autograds()
-
-
-def _of_groups() -> defaultdict[FlatGroup, set[int]]:
-    """Makes a map from a group to the slots that have landed."""
-    return defaultdict(set)

@@ -21,23 +21,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class GradNorms(Protocol):
-    """Interface of what asks other ranks about gradients (`grad_norms.py`)."""
-
-    def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
-        """The norm of the whole gradient, 0-dim.  Collective."""
-
-    def forget(self) -> None:
-        """Gradients may be written to without a trace from now on."""
-
-    def share_nonfinite(self, found: Tensor) -> None:
-        """Raises a count of what is not finite to the largest of all ranks.  Collective."""
 
 
 @dataclass(eq=False)
@@ -45,15 +32,16 @@ class ShardInModel:
     """A master shard, as its gradients know it.
 
     Attributes:
-        answers: what asks the ranks of the model that the shard is in; None before the model is used.
+        answers: the `NormsOverRanks` of the model that the shard is in, which knows all its shards and asks
+            other ranks about gradients; None before the model is used.
         number: number of the shard in the model, the same on all ranks.
     """
 
-    answers: GradNorms | None = None
+    answers: Any = None
     number: int = 0
 
     @property
-    def norms(self) -> GradNorms:
+    def norms(self) -> Any:
         """What asks the ranks of the model.
 
         Raises:
@@ -251,7 +239,7 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
             "norms of positive order of all elements, without out=, are known over all ranks; use "
             ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
-    norm = grad.place.shard.norms.norm(grad, norm_type)
+    norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
     if options.get("dtype") is not None:
         norm = norm.to(options["dtype"])
     return norm.reshape(1) if options.get("keepdim") else norm
