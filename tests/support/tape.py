@@ -195,7 +195,7 @@ def taped() -> Iterator[None]:
     """Context in which `flatfsdp.replayed` replays on the CPU."""
     with (
         mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
-        mock.patch("flatfsdp.engine.storage.kept_grad.uses_of_memory", _uses_of_memory),
+        mock.patch("flatfsdp.engine.storage.master.uses_of_memory", _uses_of_memory),
         mock.patch.object(Surroundings, "_collected", _collecting),
         mock.patch.object(Surroundings, "markers_are_in_place", property(_looking_at_markers)),
         mock.patch.object(Root, "end_microbatch", _looking_at_watches),

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
@@ -37,6 +36,8 @@ _ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 T = TypeVar("T")
 
+OfGroups = tuple[list[GroupState], list[int], list[list[bool]]]
+
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:
     """The same list, once all objects in it are on their way to the processor's caches.
@@ -49,26 +50,12 @@ def fetched(objects: Sequence[T]) -> Sequence[T]:
     return objects[:]
 
 
-class OfGroups(NamedTuple):
-    """Facts that only the engine changes, and counts.
-
-    Attributes:
-        states: copy of the state of each flat group.
-        sums: address of each group's accumulated gradients; 0 while there are none.
-        trained: whether each parameter of each group is trained, as noticed at the beginning of the step.
-    """
-
-    states: list[GroupState]
-    sums: list[int]
-    trained: list[list[bool]]
-
-
 class _Collected(NamedTuple):
     """What holds as long as the engine changes no group, and nobody a master shard.
 
     Attributes:
         at: number of changes to groups, and versions of all master shards, when it was collected.
-        of_groups: facts of all groups.
+        of_groups: facts of all groups, see `Facts`.
         watched: parameters whose `.grad` is watched.
         markers: what is in their `.grad`; None if some of it is no marker.
     """
@@ -88,11 +75,13 @@ class Facts(NamedTuple):
     """Everything that a recording takes for granted.
 
     Attributes:
-        of_groups: facts that only the engine changes.
+        of_groups: facts that only the engine changes: a copy of each group's state; the address of its
+            accumulated gradients, 0 while there are none; whether each of its parameters is trained, as
+            noticed at the beginning of the step.
         hooks: hooks of modules that may be recorded.
         modes: whether each module is in training mode.
         trained: whether the first parameter of each group is trained at this moment, as most groups are
-            frozen as a whole; others are noticed at the beginning of the next step (`OfGroups.trained`).
+            frozen as a whole; others are noticed at the beginning of the next step.
         addresses: addresses of shards and FP8 scales.
         buffers: addresses, shapes with dtypes, and strides of all modules' buffers, except FP8 scales.
         scales: which buffers FP8 layers have, by `id`; they get others when their scales move.  A recording
@@ -194,7 +183,7 @@ class Surroundings:
             are_markers = all(each.are_all_markers for each in marks)
             self._known = known = _Collected(
                 at,
-                OfGroups(states_of(root), sums, trained),
+                (states_of(root), sums, trained),
                 [parameter for each in marks for parameter in each.parameters],
                 [marker for each in marks for marker in each.watched] if are_markers else None,
             )
@@ -221,13 +210,10 @@ class Surroundings:
                 return "modules have hooks, which would not run in replays"
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
-        if is_last and any(group.trains and not _has_free_grad(group) for group in self._root.groups):
+        trained = (group.kept_grad for group in self._root.groups if is_last and group.trains)
+        if any(kept is None or kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
-
-
-def _has_free_grad(group: FlatGroup) -> bool:
-    return group.kept_grad is not None and group.kept_grad.free_memory is not None
 
 
 def _has_own_mode(module: nn.Module) -> bool:

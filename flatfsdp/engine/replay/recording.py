@@ -25,7 +25,6 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
-from flatfsdp.microbatch import Microbatch
 
 Outputs = list[Any]
 
@@ -71,7 +70,8 @@ class Recording:
         noted: AbstractContextManager[list[Scaling]]
         noted = nullcontext([]) if region is None else region.noted()
         with _recorded(root, arenas, self._reduced), noted as self._used_in_region:
-            ended = _after_one_more(root.microbatch)
+            before = root.microbatch
+            ended = (before.step + 1, 0) if before.is_last else (before.step, before.index + 1)
             self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
@@ -132,11 +132,6 @@ class Recording:
         """Makes casts read this recording's scales instead of cached ones."""
         for arena in self._arenas:
             arena.renew()
-
-
-def _after_one_more(microbatch: Microbatch) -> tuple[int, int]:
-    """Step and index after one more backward."""
-    return (microbatch.step + 1, 0) if microbatch.is_last else (microbatch.step, microbatch.index + 1)
 
 
 @contextmanager

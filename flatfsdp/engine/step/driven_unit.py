@@ -25,7 +25,7 @@ around them for their gradients, so those parameters stay until the backward is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -175,7 +175,9 @@ class DrivenUnit(Unit):
                 tensor.register_hook(hook)
             if not in_backward():
                 for tensor, number in left:
-                    tensor.register_hook(self._hook_for(number, hook))
+                    # The hook of the inner unit that made it, such as one in this unit's list of losses.
+                    made_in = (call for call in self.root.calls if call.first <= number < call.end)
+                    tensor.register_hook(next((call.before_backward for call in made_in), hook))
                 self.root.calls.append(Call(first, next_operation(), hook))
         if in_backward():
             return outputs
@@ -203,11 +205,6 @@ class DrivenUnit(Unit):
         left = self._left_behind.since(first)
         known = set(map(id, outputs)) if left else ()
         return [each for each in left if id(each[0]) not in known]
-
-    def _hook_for(self, number: int, own: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """The hook of the inner unit that made a tensor, such as one in the outer unit's list of losses."""
-        calls = self.root.calls
-        return next((each.before_backward for each in calls if each.first <= number < each.end), own)
 
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""

@@ -107,23 +107,17 @@ class Reducer:
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
 
-    @property
-    def has_units(self) -> bool:
-        """Whether there is anything to reduce in this step."""
-        return any(group.state.takes_part for groups in self._order for group in groups)
-
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
         first = self._next
-        while self._next < len(self._order) and not self._is_awaited(self._next):
-            self._launch(self._order[self._next])
+        for groups in self._order[first:]:
+            # Gradients of that unit may still land; a frozen unit gets none.
+            if self._next not in self._ready and any(group.is_awaited for group in groups):
+                break
+            self._launch(groups)
             self._next += 1
         self._warn_if_late(first, held=len(self._ready.intersection(range(first, self._next))) - 1)
-
-    def _is_awaited(self, index: int) -> bool:
-        """Whether gradients of that unit may still land; a frozen unit gets none."""
-        return index not in self._ready and any(group.is_awaited for group in self._order[index])
 
     def _warn_if_late(self, first: int, held: int) -> None:
         """Warns once if a unit has held up many others, whose reductions then overlap with no computation."""

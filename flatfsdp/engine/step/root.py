@@ -386,7 +386,7 @@ class Root:
             # An optimizer may write through `.data`, uncounted, so the next forward casts anew.
             self._expire()
             # Not in the count of steps, which ranks end at will: all ranks take part in a reduction.
-            self.microbatch.steps_reduced += self.reducer.has_units
+            self.microbatch.steps_reduced += any(state.takes_part for state in self._states)
             self.microbatch.end_step()
         elif self._watched != self.changes:
             # Otherwise the same groups take part, and are watched since an earlier microbatch.

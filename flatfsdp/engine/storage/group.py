@@ -32,9 +32,8 @@ from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8Shard
-from flatfsdp.engine.storage.kept_grad import KeptGrad
 from flatfsdp.engine.storage.main_grad import MainGrad
-from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.storage.master import KeptGrad, MasterShard, Portion
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, ShardState, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED

@@ -27,6 +27,7 @@ from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
+from flatfsdp.torch_private import uses_of_memory
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -420,3 +421,27 @@ class MasterShard:
         else:
             for grad in self.grads:
                 grad.zero_()
+
+
+class KeptGrad:
+    """Memory that a group's reduced gradients take turns in.
+
+    Args:
+        master: master shard that the gradient is of.
+
+    Attributes:
+        tensor: the memory, 1-D, as long as the shard, in the dtype of the gradient.
+    """
+
+    def __init__(self, master: MasterShard) -> None:
+        self._master = master
+        self.tensor = torch.empty(master.flat.numel(), dtype=master.grad_dtype, device=master.device)
+        # Counted before anybody else can have it.
+        self._uses_if_free = uses_of_memory(self.tensor)
+
+    @property
+    def free_memory(self) -> Tensor | None:
+        """The memory; None while a parameter, or a user, holds the gradient of an earlier step in it."""
+        if self._master.grads or uses_of_memory(self.tensor) != self._uses_if_free:
+            return None
+        return self.tensor
