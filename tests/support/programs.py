@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import runpy
@@ -99,6 +100,8 @@ def _join(processes: Sequence[ForkServerProcess], timeout: float) -> bool:
 
 
 def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
+    # Collections of garbage need not look at what the fork server has imported.
+    gc.freeze()
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(environment)
