@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import ModuleType
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -102,11 +104,10 @@ def _join(processes: Sequence[ForkServerProcess], timeout: float) -> bool:
 def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
     # Collections of garbage need not look at what the fork server has imported.
     gc.freeze()
-    for descriptor, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
+    _print_to(outputs)
     os.environ.update(environment)
     os.chdir(ROOT)
-    _share_fork_server()
+    _share_fork_server(outputs)
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -115,7 +116,25 @@ def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -
         _run_script(Path(command[0]).resolve())
 
 
-def _share_fork_server() -> None:
+def _print_to(outputs: Sequence[Path]) -> None:
+    """Makes these files this process's stdout and stderr, to which other processes may print, too."""
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+
+class _Rank(ForkServerProcess):
+    """A rank of a program, which prints where the program does, not where the fork server does."""
+
+    def __init__(self, outputs: Sequence[Path], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outputs = outputs
+
+    def run(self) -> None:
+        _print_to(self._outputs)
+        super().run()
+
+
+def _share_fork_server(outputs: Sequence[Path]) -> None:
     """Ranks that the program starts are forked from the server that has forked the program.
 
     multiprocessing would start another one, which imports torch once more: three seconds a program.
@@ -123,6 +142,7 @@ def _share_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_address is not None:
         server.ensure_running = lambda: None
+        ForkServerContext.Process = partial(_Rank, outputs)  # type: ignore[assignment,misc]
 
 
 def _run_script(path: Path) -> None:
