@@ -76,8 +76,10 @@ def command_lines_without(*cases: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def test_the_command_line_without_what_it_stands_on() -> None:
-    """It says what to install, before it trains and not when it comes to draw; and commands that draw nothing
-    run without matplotlib, which takes as long to import as all of the library."""
+    """It says what to install before it trains, not when it comes to draw.
+
+    Commands that draw nothing run without matplotlib, which takes as long to import as all of the library.
+    """
     needs = (("rich", "plan"), ("typer", "plan"), ("matplotlib", "train"), ("matplotlib", "verify"))
     draws_nothing = ("matplotlib", "plan", "--preset", "8b", "--gpus", "4", "--json")
     stdout, said = command_lines_without(*needs, draws_nothing)
