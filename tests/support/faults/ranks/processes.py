@@ -111,7 +111,7 @@ class Started:
         return [found[rank] for rank in range(len(self._processes))]
 
     def _ending(self, rank: int) -> Ending:
-        """Of one that has said how it has ended, or has died."""
+        """How a rank has ended that says so, or has died."""
         seconds = time.monotonic() - self._start
         try:
             how, message, losses = self._pipes[rank].recv()
