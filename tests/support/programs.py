@@ -30,44 +30,81 @@ PRELOAD = ("flatfsdp.cli.app", "matplotlib.figure")
 """Modules that nearly all programs need; the first brings rich, too."""
 
 
-def run_program(
-    *command: str | Path, timeout: float = 240.0, ranks: int = 0, **environment: str
-) -> CompletedProcess[str]:
+class Program:
     """`python *command` in the root of the repository, in a process of its own, forked from the fork server.
 
     Args:
         command: a script or `-m` and a module, and its arguments.
-        timeout: seconds.
         ranks: as many such processes, with the environment that torchrun gives its ranks; what they print
             comes rank by rank.  As soon as one fails the others are ended.
         environment: variables to set.
+    """
+
+    def __init__(self, *command: str | Path, ranks: int = 0, **environment: str) -> None:
+        self._words = [str(word) for word in command]
+        # As torchrun's agent does: all ranks are its clients.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+        environments = [environment]
+        if self._store is not None:
+            port = self._store.port
+            environments = [{**_of_rank(rank, ranks, port), **environment} for rank in range(ranks)]
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [
+            [Path(self._folder.name, f"{rank}-{name}") for rank in range(len(environments))]
+            for name in ("stdout", "stderr")
+        ]
+        self._processes = []
+        for variables, *paths in zip(environments, *self._outputs, strict=True):
+            arguments = (self._words, variables, paths)
+            self._processes.append(fork_server(PRELOAD).Process(target=_run, args=arguments))
+            self._processes[-1].start()
+
+    def printed(self) -> tuple[str, str]:
+        """Stdout and stderr until now."""
+        stdout, stderr = (
+            "".join(path.read_text() for path in paths if path.exists()) for paths in self._outputs
+        )
+        return stdout, stderr
+
+    def is_alive(self) -> bool:
+        """Whether none of its processes has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def wait(self, timeout: float) -> CompletedProcess[str]:
+        """Waits for its end.
+
+        Raises:
+            TimeoutError: if it takes longer.
+        """
+        with self._folder:
+            in_time = _join(self._processes, timeout)
+            stdout, stderr = self.printed()
+            if not in_time:
+                raise TimeoutError(
+                    f"{self._words} takes longer than {timeout:.0f} s; it has printed:\n{stdout}{stderr}"
+                )
+            code = next((process.exitcode for process in self._processes if process.exitcode), 0)
+            return CompletedProcess(self._words, code, stdout, stderr)
+
+    def kill(self) -> str:
+        """Kills it and its ranks at once; returns its stdout."""
+        with self._folder:
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.join()
+            return self.printed()[0]
+
+
+def run_program(
+    *command: str | Path, timeout: float = 240.0, ranks: int = 0, **environment: str
+) -> CompletedProcess[str]:
+    """Runs a `Program` to its end, and no longer than `timeout` seconds.
 
     Raises:
         TimeoutError: if it takes longer.
     """
-    words = [str(word) for word in command]
-    # As torchrun's agent does: all ranks are its clients.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
-    environments = [environment]
-    if store is not None:
-        environments = [{**_of_rank(rank, ranks, store.port), **environment} for rank in range(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [
-            [Path(folder, f"{rank}-{name}") for rank in range(len(environments))]
-            for name in ("stdout", "stderr")
-        ]
-        processes = []
-        for variables, *paths in zip(environments, *outputs, strict=True):
-            processes.append(fork_server(PRELOAD).Process(target=_run, args=(words, variables, paths)))
-            processes[-1].start()
-        in_time = _join(processes, timeout)
-        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in outputs)
-        if not in_time:
-            raise TimeoutError(
-                f"{words} takes longer than {timeout:.0f} s; it has printed:\n{stdout}{stderr}"
-            )
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
-        return CompletedProcess(words, code, stdout, stderr)
+    return Program(*command, ranks=ranks, **environment).wait(timeout)
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
