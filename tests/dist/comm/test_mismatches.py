@@ -108,7 +108,7 @@ def dies(rank: int, losses: list[float]) -> None:
 
 
 def test_a_rank_that_does_not_end_hangs_and_one_that_dies_is_aborted() -> None:
-    found = Started(2, hangs).endings(limit=2.0)
+    found = Started(2, hangs).endings(limit=4.0)
     assert [each.how for each in found] == ["finished", "hung"] and judged(found, 1) == "hung"
     found = Started(2, dies).endings()
     assert found[1].how == "aborted" and judged(found, 1) == "aborted"
