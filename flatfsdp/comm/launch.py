@@ -163,6 +163,8 @@ def start_and_join(function: Callable[..., None], processes: int, *args: Any, fo
 def _started(
     index: int, folder: Path, function: Callable[[Rank, Any], Any], payload: Any, launch: Launch
 ) -> None:
+    # Imported modules stay for good: collections of garbage, a fifth of a second each, need not look at them.
+    gc.freeze()
     # A file in a fresh folder needs no free port, which another program could take first.
     result = _on_rank(index, index, (folder / "rendezvous").as_uri(), function, payload, launch)
     if index == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 import runpy
@@ -9,11 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import ModuleType
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -27,44 +30,81 @@ PRELOAD = ("flatfsdp.cli.app", "matplotlib.figure")
 """Modules that nearly all programs need; the first brings rich, too."""
 
 
-def run_program(
-    *command: str | Path, timeout: float = 240.0, ranks: int = 0, **environment: str
-) -> CompletedProcess[str]:
+class Program:
     """`python *command` in the root of the repository, in a process of its own, forked from the fork server.
 
     Args:
         command: a script or `-m` and a module, and its arguments.
-        timeout: seconds.
         ranks: as many such processes, with the environment that torchrun gives its ranks; what they print
             comes rank by rank.  As soon as one fails the others are ended.
         environment: variables to set.
+    """
+
+    def __init__(self, *command: str | Path, ranks: int = 0, **environment: str) -> None:
+        self._words = [str(word) for word in command]
+        # As torchrun's agent does: all ranks are its clients.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+        environments = [environment]
+        if self._store is not None:
+            port = self._store.port
+            environments = [{**_of_rank(rank, ranks, port), **environment} for rank in range(ranks)]
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [
+            [Path(self._folder.name, f"{rank}-{name}") for rank in range(len(environments))]
+            for name in ("stdout", "stderr")
+        ]
+        self._processes = []
+        for variables, *paths in zip(environments, *self._outputs, strict=True):
+            arguments = (self._words, variables, paths)
+            self._processes.append(fork_server(PRELOAD).Process(target=_run, args=arguments))
+            self._processes[-1].start()
+
+    def printed(self) -> tuple[str, str]:
+        """Stdout and stderr until now."""
+        stdout, stderr = (
+            "".join(path.read_text() for path in paths if path.exists()) for paths in self._outputs
+        )
+        return stdout, stderr
+
+    def is_alive(self) -> bool:
+        """Whether none of its processes has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def wait(self, timeout: float) -> CompletedProcess[str]:
+        """Waits for its end.
+
+        Raises:
+            TimeoutError: if it takes longer.
+        """
+        with self._folder:
+            in_time = _join(self._processes, timeout)
+            stdout, stderr = self.printed()
+            if not in_time:
+                raise TimeoutError(
+                    f"{self._words} takes longer than {timeout:.0f} s; it has printed:\n{stdout}{stderr}"
+                )
+            code = next((process.exitcode for process in self._processes if process.exitcode), 0)
+            return CompletedProcess(self._words, code, stdout, stderr)
+
+    def kill(self) -> str:
+        """Kills it and its ranks at once; returns its stdout."""
+        with self._folder:
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.join()
+            return self.printed()[0]
+
+
+def run_program(
+    *command: str | Path, timeout: float = 240.0, ranks: int = 0, **environment: str
+) -> CompletedProcess[str]:
+    """Runs a `Program` to its end, and no longer than `timeout` seconds.
 
     Raises:
         TimeoutError: if it takes longer.
     """
-    words = [str(word) for word in command]
-    # As torchrun's agent does: all ranks are its clients.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
-    environments = [environment]
-    if store is not None:
-        environments = [{**_of_rank(rank, ranks, store.port), **environment} for rank in range(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [
-            [Path(folder, f"{rank}-{name}") for rank in range(len(environments))]
-            for name in ("stdout", "stderr")
-        ]
-        processes = []
-        for variables, *paths in zip(environments, *outputs, strict=True):
-            processes.append(fork_server(PRELOAD).Process(target=_run, args=(words, variables, paths)))
-            processes[-1].start()
-        in_time = _join(processes, timeout)
-        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in outputs)
-        if not in_time:
-            raise TimeoutError(
-                f"{words} takes longer than {timeout:.0f} s; it has printed:\n{stdout}{stderr}"
-            )
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
-        return CompletedProcess(words, code, stdout, stderr)
+    return Program(*command, ranks=ranks, **environment).wait(timeout)
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -99,11 +139,12 @@ def _join(processes: Sequence[ForkServerProcess], timeout: float) -> bool:
 
 
 def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
-    for descriptor, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
+    # Collections of garbage need not look at what the fork server has imported.
+    gc.freeze()
+    _print_to(outputs)
     os.environ.update(environment)
     os.chdir(ROOT)
-    _share_fork_server()
+    _share_fork_server(outputs)
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -112,7 +153,25 @@ def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -
         _run_script(Path(command[0]).resolve())
 
 
-def _share_fork_server() -> None:
+def _print_to(outputs: Sequence[Path]) -> None:
+    """Makes these files this process's stdout and stderr, to which other processes may print, too."""
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+
+
+class _Rank(ForkServerProcess):
+    """A rank of a program, which prints where the program does, not where the fork server does."""
+
+    def __init__(self, outputs: Sequence[Path], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._outputs = outputs
+
+    def run(self) -> None:
+        _print_to(self._outputs)
+        super().run()
+
+
+def _share_fork_server(outputs: Sequence[Path]) -> None:
     """Ranks that the program starts are forked from the server that has forked the program.
 
     multiprocessing would start another one, which imports torch once more: three seconds a program.
@@ -120,6 +179,7 @@ def _share_fork_server() -> None:
     server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_address is not None:
         server.ensure_running = lambda: None
+        ForkServerContext.Process = partial(_Rank, outputs)  # type: ignore[assignment,misc]
 
 
 def _run_script(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -71,7 +72,12 @@ def module_of(path: Path) -> str:
 
 
 FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-EDGES = {module: set(imports_of(path)) - {module, "flatfsdp"} for module, path in FILES.items()}
+
+
+@cache
+def edges() -> dict[str, set[str]]:
+    """What each module imports; not found while tests are collected, which every test process does."""
+    return {module: set(imports_of(path)) - {module, "flatfsdp"} for module, path in FILES.items()}
 
 
 def test_every_entry_is_on_the_plan() -> None:
@@ -83,7 +89,7 @@ def test_every_entry_is_on_the_plan() -> None:
 def test_a_package_imports_only_what_stands_above_it() -> None:
     wrong = [
         f"{module} imports {other}"
-        for module, others in EDGES.items()
+        for module, others in edges().items()
         for other in others
         if module not in ("flatfsdp", "flatfsdp.__main__")
         and ORDER.index(room_of(other)) > ORDER.index(room_of(module))
@@ -92,7 +98,7 @@ def test_a_package_imports_only_what_stands_above_it() -> None:
 
 
 def test_layers_and_engine_meet_in_the_contract_alone() -> None:
-    pairs = ((module, other) for module, others in EDGES.items() for other in others)
+    pairs = ((module, other) for module, others in edges().items() for other in others)
     rooms = {frozenset(name.split(".")[1] for name in pair) for pair in pairs if "flatfsdp" not in pair}
     assert frozenset({"engine", "layers"}) not in rooms
     assert frozenset({"engine", "contract"}) in rooms
@@ -100,7 +106,7 @@ def test_layers_and_engine_meet_in_the_contract_alone() -> None:
 
 def test_no_circle_of_files() -> None:
     faces = {module for module, path in FILES.items() if path.name == "__init__.py"}
-    TopologicalSorter({m: others - faces for m, others in EDGES.items() if m not in faces}).prepare()
+    TopologicalSorter({m: others - faces for m, others in edges().items() if m not in faces}).prepare()
 
 
 def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
@@ -126,7 +132,7 @@ def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
 
 def test_at_most_ten_floors() -> None:
     entries: dict[str, set[str]] = {}
-    for module, others in EDGES.items():
+    for module, others in edges().items():
         if module not in ("flatfsdp", "flatfsdp.__main__"):
             own = module.split(".")[1]
             entries.setdefault(own, set()).update({other.split(".")[1] for other in others} - {own})

@@ -7,17 +7,20 @@ Next: `plan.py` makes lines of it.
     first step     optimizer state appears, and the order of the units is learnt
     second step    the peak is looked for, operators are counted, the byte ledger runs
     third step     is the second one again; at its peak it is noted what is there
+
+Of the microbatches between the first and the last one of a step, which do all the same, one is run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from flatfsdp.contract.any_model import Loss, layers_of, loss_of
 from flatfsdp.engine.in_place.shard import shard
@@ -103,6 +106,22 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return AdamW(parameters, nonfinite="skip")
 
 
+def _without_repeats(batches: list[Any]) -> tuple[list[Any], list[int]]:
+    """The batches that are run, and for how many each of them stands."""
+    first, *middle, last = batches if len(batches) > 1 else [*batches, *batches]
+    if len(middle) < 2 or any(_form(batch) != _form(middle[0]) for batch in middle):
+        return batches, [1] * len(batches)
+    return [first, middle[0], last], [1, len(middle), 1]
+
+
+def _form(batch: Any) -> tuple[Any, ...]:
+    """All of a batch but the values of its tensors."""
+    leaves, structure = tree_flatten(batch)
+    return structure, *(
+        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    )
+
+
 class _Run:
     def __init__(self, training: Training, memory: LiveMemory, work: StepWork, observer: Observer) -> None:
         self._training = training
@@ -114,7 +133,9 @@ class _Run:
         del built
         build = training.build_optimizer or _adamw
         self._optimizer = build(self._model.parameters())
-        self._batches = [map_tensors(lambda tensor: tensor.to(META), batch) for batch in training.batches]
+        # All of them, which take memory, although not all are run.
+        self._given = [map_tensors(lambda tensor: tensor.to(META), batch) for batch in training.batches]
+        self._batches, self._times = _without_repeats(self._given)
         units = {prefix.rstrip("."): unit for prefix, unit in units_in(self._model)}
         self._names = tuple(units)
         inner: dict[str, nn.Module] = {name: unit for name, unit in units.items() if name}
@@ -170,17 +191,28 @@ class _Run:
         model, optimizer, training = self._model, self._optimizer, self._training
         loss_of_batch = training.loss or loss_of
         with self._region():
-            for batch in microbatches(model, self._batches):
-                with self._places.during(FORWARD):
-                    loss = loss_of_batch(model, batch)
-                with self._places.during(BACKWARD):
-                    backward_within_modes(loss)
-                del loss
+            for batch, times in zip(microbatches(model, self._batches), self._times, strict=True):
+                with self._standing_for(times):
+                    with self._places.during(FORWARD):
+                        loss = loss_of_batch(model, batch)
+                    with self._places.during(BACKWARD):
+                        backward_within_modes(loss)
+                    del loss
         with self._places.during(OPTIMIZER):
             if training.max_norm is not None:
                 model.clip_grad_norm_(training.max_norm)
             optimizer.step()
             optimizer.zero_grad()
+
+    @contextmanager
+    def _standing_for(self, times: int) -> Iterator[None]:
+        """What is computed and sent inside counts so many times."""
+        sent = self._model.fsdp_state.ledger.bytes
+        before, self._work.times = dict(sent), times
+        yield
+        self._work.times = 1
+        for kind, nbytes in sent.items():
+            sent[kind] = nbytes + (times - 1) * (nbytes - before.get(kind, 0))
 
     def _region(self) -> AbstractContextManager[object]:
         recipe = self._training.recipe

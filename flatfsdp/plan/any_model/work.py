@@ -74,12 +74,14 @@ class StepWork:
 
     Attributes:
         by_place: what has come together since `begin`.
+        times: how often what is added counts.
     """
 
     def __init__(self, machine: Machine, recipe: Recipe | None) -> None:
         self._machine = machine
         self._recipe = recipe
         self.by_place: dict[Place, Load] = defaultdict(Load)
+        self.times = 1
 
     def begin(self) -> None:
         """Forgets everything."""
@@ -92,16 +94,16 @@ class StepWork:
         packet = operator.overloadpacket
         if operator.namespace == "c10d" or packet in EMPTY or _is_view(operator):
             return
-        load = self.by_place[place]
+        load, times = self.by_place[place], self.times
         if operator.namespace == "flatfsdp":
-            load.kernels += 1
+            load.kernels += times
         else:
-            load.operators += 1
+            load.operators += times
         count = _FORMULAS.get(packet) or flop_registry.get(packet)
         if count is None:
-            load.memory += _bytes(operator, args, kwargs, out) / self._machine.memory_bandwidth
+            load.memory += times * _bytes(operator, args, kwargs, out) / self._machine.memory_bandwidth
             return
-        flops = count(*args, **kwargs, out_val=out)
+        flops = times * count(*args, **kwargs, out_val=out)
         load.flops += flops
         if packet in ATTENTION:
             query = args[0] if packet is attention.FORWARD else args[1]
@@ -109,7 +111,7 @@ class StepWork:
             return
         load.gemms += flops / self._rate(args)
         if operator.namespace == "flatfsdp" and operator._schema.name.endswith(("wgrad_", "wgrad_fp8_")):
-            load.memory += 2 * _nbytes(args[0]) / self._machine.memory_bandwidth
+            load.memory += times * 2 * _nbytes(args[0]) / self._machine.memory_bandwidth
 
     def _rate(self, args: Any) -> float:
         dtypes = {tensor.dtype for tensor in tensors_in(args)}

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import run_program
 
 COMMAND = ("-m", "flatfsdp", "demo")
 
 
 def test_all_rows_are_equal() -> None:
-    # Not `run_program`, whose ranks write their progress to the stderr of the tests.
-    done = subprocess.run(
-        [sys.executable, *COMMAND], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_program(*COMMAND)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stderr.splitlines() if " of 7 " in line]
     assert [row.partition("  ")[0] for row in rows] == [f"{number} of 7" for number in range(1, 8)]

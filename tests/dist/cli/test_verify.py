@@ -1,22 +1,21 @@
 """`python -m flatfsdp verify`, as a user runs it: its verdict, its files, its exit codes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from flatfsdp.cli.app import app
-from tests.support.programs import TORCHRUN, run_program
+from tests.support.programs import run_program
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
 TINY = ["--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
 
 
-def verify(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def verify(out: Path, *options: str) -> CompletedProcess[str]:
     return run_program("-m", "flatfsdp", "verify", *TINY, "--out", out, *options)
 
 
@@ -119,7 +118,7 @@ def test_one_damaged_bit_in_place_is_noticed(tmp_path: Path) -> None:
 def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
     chosen = ("--switch", "flag", "--precision", "fp32", "--strategy", "dp")
     options = ("--steps", "2", *chosen, "--json", "--out", tmp_path)
-    done = run_program(*TORCHRUN, "-m", "flatfsdp", "verify", *TINY, *options)
+    done = run_program("-m", "flatfsdp", "verify", *TINY, *options, ranks=2)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == written(tmp_path)
     assert [row["strategy"] for row in written(tmp_path)["rows"]] == ["dp"]
@@ -127,8 +126,7 @@ def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
 
 def test_train_writes_its_losses(tmp_path: Path) -> None:
     options = ("--steps", "6", "--precision", "fp32", "--out", tmp_path)
-    command = [sys.executable, "-m", "flatfsdp", "train", *TINY, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_program("-m", "flatfsdp", "train", *TINY, *options)
     assert done.returncode == 0, done.stderr
     assert "fp32 zero3 flag on, world size 2: loss " in done.stdout
     losses = json.loads((tmp_path / "train.json").read_text())["run"]["losses"]

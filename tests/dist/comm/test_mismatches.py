@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
 from tests.support.faults.ranks.at_random import FAULTS, trial
 from tests.support.faults.ranks.mismatches import MISMATCHES, USUAL, Mismatch
-from tests.support.faults.ranks.processes import Ending, How, endings, judged
+from tests.support.faults.ranks.processes import Ending, How, Started, judged
 from tests.support.faults.ranks.program import Do, Operation, Setup, run
 from tests.support.faults.ranks.reference import reference
+from tests.support.faults.ranks.trials import Result
 
 LATE = ("state_dict, and the other is idle", "is stopped")
 """Cases that are run of those that wait for their time limit; the others are run by hand."""
@@ -20,10 +22,38 @@ def test_there_are_51() -> None:
     assert len(MISMATCHES) == 51
 
 
+AHEAD = 4
+"""Cases that run already while one is waited for: ranks that wait take no time of the processor."""
+
+Case = tuple[str, str | int]
+"""The name of the parameter, and its value: a mismatch, or a random fault."""
+
+
+@pytest.fixture(scope="module")
+def result_of(request: pytest.FixtureRequest) -> Callable[[Case], Result]:
+    """The results of cases; those that come next are begun."""
+    cases = [
+        case
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+        for case in item.callspec.params.items()
+        if case[0] in ("name", "number")
+    ]
+    begun: dict[Case, Callable[[], Result]] = {}
+
+    def result(case: Case) -> Result:
+        at = cases.index(case)
+        for key, value in cases[at : at + 1 + AHEAD]:
+            if (key, value) not in begun:
+                begun[key, value] = (MISMATCHES[value] if key == "name" else trial(5, value)).begun()
+        return begun[case]()
+
+    return result
+
+
 @pytest.mark.parametrize("name", [each.name for each in MISMATCHES.values() if not each.is_slow] + [*LATE])
-def test_ranks_that_differ_are_named_or_right(name: str) -> None:
-    mismatch = MISMATCHES[name]
-    found, verdict = mismatch.run()
+def test_ranks_that_differ_are_named_or_right(name: str, result_of: Callable[[Case], Result]) -> None:
+    found, verdict = result_of(("name", name))
     assert verdict == "named", found
 
 
@@ -40,8 +70,8 @@ def test_a_rank_that_is_late_within_the_time_limit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", range(0, len(FAULTS), 5))
-def test_random_faults_are_named_or_right(number: int) -> None:
-    found, verdict = trial(5, number).run()
+def test_random_faults_are_named_or_right(number: int, result_of: Callable[[Case], Result]) -> None:
+    found, verdict = result_of(("number", number))
     assert verdict in ("right", "named"), found
 
 
@@ -78,7 +108,7 @@ def dies(rank: int, losses: list[float]) -> None:
 
 
 def test_a_rank_that_does_not_end_hangs_and_one_that_dies_is_aborted() -> None:
-    found = endings(2, hangs, limit=4.0)
+    found = Started(2, hangs).endings(limit=4.0)
     assert [each.how for each in found] == ["finished", "hung"] and judged(found, 1) == "hung"
-    found = endings(2, dies)
+    found = Started(2, dies).endings()
     assert found[1].how == "aborted" and judged(found, 1) == "aborted"

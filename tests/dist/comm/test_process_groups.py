@@ -104,20 +104,20 @@ def test_the_second_communicator_waits_as_long_as_the_first(world_size: int) -> 
 
 @on_ranks(2)
 def test_the_engine_waits_no_longer_than_the_process_group(rank: int, world_size: int) -> None:
-    group = dist.new_group(range(world_size), timeout=timedelta(seconds=2))
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=1))
     model = FlatFSDP(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"), timeout=600.0)
     model(torch.ones(2, 2)).sum().backward()
     if rank == 1:
-        time.sleep(5.0)
+        time.sleep(3.0)
         return
-    with pytest.raises(RuntimeError, match="rank 1 did not come within 2 s: rank 0 gathers"):
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 1 s: rank 0 gathers"):
         model(torch.ones(2, 2))
 
 
 @on_ranks(3)
 def test_ranks_find_each_other_after_one_has_warned_the_others(rank: int) -> None:
     ranks, device = Ranks.of(dist.group.WORLD), torch.device("cpu")
-    build = Identity(Action.BUILD, ModelIdentity(timeout=2.0), is_early=False)
+    build = Identity(Action.BUILD, ModelIdentity(timeout=1.0), is_early=False)
     declare(ranks, build, device)
     if rank == 0:
         journal = _journal_of(ranks, device)
@@ -127,7 +127,7 @@ def test_ranks_find_each_other_after_one_has_warned_the_others(rank: int) -> Non
         with pytest.raises(RuntimeError, match="rank 0 compares what it has built, while rank 3 takes"):
             declare(ranks, build, device)
     if rank == 2:
-        time.sleep(6.0)
+        time.sleep(3.0)
         return
-    with pytest.raises(RuntimeError, match=r"^rank 2 did not come within 2 s: rank 0 .*, as does rank 1\."):
+    with pytest.raises(RuntimeError, match=r"^rank 2 did not come within 1 s: rank 0 .*, as does rank 1\."):
         declare(ranks, build, device)

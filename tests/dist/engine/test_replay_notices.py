@@ -22,8 +22,8 @@ from tests.support.ranks import on_ranks
 from tests.support.replaying.cases import Case, batch
 from tests.support.tape import taped
 
-MICROBATCHES = 7
-CHANGED = 3
+MICROBATCHES = 5
+CHANGED = 2
 """Index of the microbatch before which something changes; the ones around it are middle ones, too."""
 
 Change = Callable[[Any], Any]
@@ -277,7 +277,7 @@ def is_replayed_after(change: Change, case: Case, rank: int) -> bool:
         model.register_buffer("counter", torch.zeros(2))
         model.add_module("mirror", Mirror())
         step, optimizer = replayed(model, case.microbatch(model)), AdamW(model.parameters(), lr=1e-2)
-        for index in range(3):
+        for index in range(2):
             for x in microbatches(model, [batch(rank, index, m) for m in range(MICROBATCHES)]):
                 step(x)
             optimizer.step()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flatfsdp.profiling.timeline import load_spans, overlap_of
-from tests.support.programs import TORCHRUN, run_program
+from tests.support.programs import TORCHRUN, Program, run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
 SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 1, "vocab": 256, "seq": 32}
@@ -51,22 +51,20 @@ def resume(folder: Path, *options: str) -> list[dict[str, Any]]:
     """The steps of a run that ends by itself."""
     done = run_program(*command_of(folder), *options, ranks=2, **NO_GPU)
     assert done.returncode == 0, done.stderr
-    return list(steps_in(done.stdout.splitlines()))
+    return list(steps_in(done.stdout.splitlines(keepends=True)))
 
 
 def steps_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    return (json.loads(line) for line in lines if line.startswith("{"))
+    """Reads whole lines: a run that is killed may not get to the end of its last one."""
+    return (json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n"))
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    killed: list[dict[str, Any]] = []
-    run = start(tmp_path)
-    assert run.stdout is not None
-    for step in steps_in(run.stdout):
-        killed.append(step)
-        if step["step"] == 5:
-            os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+    run = Program(*command_of(tmp_path), ranks=2, **NO_GPU)
+    while '{"step": 5,' not in run.printed()[0]:
+        assert run.is_alive(), run.printed()
+        time.sleep(0.01)
+    killed = list(steps_in(run.kill().splitlines(keepends=True)))
     assert [step["step"] for step in killed][:5] == [1, 2, 3, 4, 5]
     assert killed[4]["loss"] < killed[0]["loss"]
     # It may have got further before the signal came.

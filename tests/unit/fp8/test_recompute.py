@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -111,6 +111,15 @@ RECIPES = {
 }
 
 
+@cache
+def without_recompute(recipe: str, *, caches: bool, is_inside: bool = False) -> Trace:
+    """The training that all ways of recompute are compared with."""
+    call = partial(whole, plain, recipe=RECIPES[recipe]) if is_inside else plain
+    return train(
+        seeded(partial(Stack, call=call)), recipe=None if is_inside else RECIPES[recipe], caches=caches
+    )
+
+
 @pytest.mark.parametrize(
     ("recipe", "caches"),
     [*((recipe, False) for recipe in RECIPES), ("delayed", True)],
@@ -118,11 +127,8 @@ RECIPES = {
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_outside(way: str, recipe: str, caches: bool) -> None:
-    runs = [
-        train(seeded(lambda call=call: Stack(call=call)), recipe=RECIPES[recipe], caches=caches)
-        for call in (plain, WAYS[way])
-    ]
-    assert_same(*runs)
+    found = train(seeded(partial(Stack, call=WAYS[way])), recipe=RECIPES[recipe], caches=caches)
+    assert_same(without_recompute(recipe, caches=caches), found)
 
 
 @pytest.mark.parametrize(
@@ -132,27 +138,18 @@ def test_autocast_outside(way: str, recipe: str, caches: bool) -> None:
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_inside(way: str, recipe: str, caches: bool) -> None:
-    runs = [
-        train(
-            seeded(lambda call=call: Stack(call=partial(call, recipe=RECIPES[recipe]))),
-            recipe=None,
-            caches=caches,
-        )
-        for call in (partial(whole, plain), WAYS[way])
-    ]
-    assert ("blocks.0.up.fp8_forward_scale" in runs[0].state) == (recipe == "delayed")
-    assert_same(*runs)
+    call = partial(WAYS[way], recipe=RECIPES[recipe])
+    found = train(seeded(partial(Stack, call=call)), recipe=None, caches=caches)
+    assert ("blocks.0.up.fp8_forward_scale" in found.state) == (recipe == "delayed")
+    assert_same(without_recompute(recipe, caches=caches, is_inside=True), found)
 
 
 @pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("call", [plain, checkpointed, reentrant])
 def test_mlp_that_saves_only_its_input(call: Call, recipe: str, caches: bool) -> None:
-    runs = [
-        train(seeded(partial(Stack, call=c, checkpoint=saves)), recipe=RECIPES[recipe], caches=caches)
-        for saves, c in ((False, plain), (True, call))
-    ]
-    assert_same(*runs)
+    found = train(seeded(partial(Stack, call=call, checkpoint=True)), recipe=RECIPES[recipe], caches=caches)
+    assert_same(without_recompute(recipe, caches=caches), found)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "relu"])
@@ -205,12 +202,17 @@ def pipelined(call: Call, *, caches: bool, order: tuple[int, ...]) -> Trace:
     return Trace(losses, grads, snapshot(model))
 
 
+@cache
+def pipelined_without_recompute(*, caches: bool, order: tuple[int, ...]) -> Trace:
+    return pipelined(plain, caches=caches, order=order)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["1F1B", "reversed"])
 @pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_run_ahead_of_backwards(way: str, caches: bool, order: tuple[int, int]) -> None:
-    runs = [pipelined(call, caches=caches, order=order) for call in (plain, WAYS[way])]
-    assert_same(*runs)
+    found = pipelined(WAYS[way], caches=caches, order=order)
+    assert_same(pipelined_without_recompute(caches=caches, order=order), found)
 
 
 def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None:

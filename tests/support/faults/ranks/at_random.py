@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tests.support.faults.ranks.processes import Ending, Verdict
 from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step
-from tests.support.faults.ranks.trials import tried
+from tests.support.faults.ranks.trials import Result, begun
 
 SHORT, LONG = 0.3, 5.0
 """Seconds that a rank is late: less and more than the others wait, with time to write down who is missing."""
@@ -39,13 +38,22 @@ class Trial:
     programs: tuple[tuple[Operation, ...], ...]
     has_to_be_right: bool
 
-    def run(self) -> tuple[list[Ending], Verdict]:
-        """How all ranks end, and what that is worth."""
+    def begun(self) -> Callable[[], Result]:
+        """Begins; the result waits until all ranks have ended."""
         programs = [list(each) for each in self.programs]
-        found, verdict = tried([self.setup] * len(programs), programs, self.odd)
-        if verdict == "named" and self.has_to_be_right:
-            verdict = "false alarm"
-        return found, verdict
+        waiting = begun([self.setup] * len(programs), programs, self.odd)
+
+        def result() -> Result:
+            found, verdict = waiting()
+            if verdict == "named" and self.has_to_be_right:
+                verdict = "false alarm"
+            return found, verdict
+
+        return result
+
+    def run(self) -> Result:
+        """How all ranks end, and what that is worth."""
+        return self.begun()()
 
 
 Fault = Callable[[list[Operation], random.Random], list[Operation]]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tests.support.faults.ranks.llamas import Difference, Where, run_autocast, run_llama
-from tests.support.faults.ranks.processes import Ending, Verdict, endings, judged
+from tests.support.faults.ranks.processes import Started, judged
 from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step
-from tests.support.faults.ranks.trials import tried
+from tests.support.faults.ranks.trials import Result, begun
 
 STEPS, MICROBATCHES, ODD = 3, 2, 1
 LATE = 6.0
@@ -41,15 +41,19 @@ class Mismatch:
     other: tuple[Callable[..., None], tuple[Any, ...]] | None = None
     is_slow: bool = False
 
-    def run(self) -> tuple[list[Ending], Verdict]:
-        """How both ranks end, and what that is worth."""
+    def begun(self) -> Callable[[], Result]:
+        """Begins; the result waits until both ranks have ended."""
         if self.other is not None:
             function, arguments = self.other
-            found = endings(2, function, *arguments)
-            return found, judged(found, ODD)
+            started = Started(2, function, *arguments)
+            return lambda: (found := started.endings(), judged(found, ODD))
         setups = [self.setup, self.odd_setup or self.setup]
         programs = [list(self.program), list(self.odd_program or self.program)]
-        return tried(setups, programs, ODD)
+        return begun(setups, programs, ODD)
+
+    def run(self) -> Result:
+        """How both ranks end, and what that is worth."""
+        return self.begun()()
 
 
 def usual(clips: bool = False, steps: int = STEPS, microbatches: int = MICROBATCHES) -> list[Operation]:

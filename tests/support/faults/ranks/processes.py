@@ -60,52 +60,75 @@ POLL = 0.5
 """Seconds between two looks at ranks that may have been stopped."""
 
 
-def endings(world_size: int, function: Callable[..., None], *args: Any, limit: float = LIMIT) -> list[Ending]:
-    """Calls `function(rank, *args, losses)` on each of these ranks.
+class Started:
+    """Ranks that run by themselves until `endings` is asked for.
 
     Args:
-        limit: seconds that they have.
+        world_size: how many.
+        function: what each of them calls, with its rank, `args`, and a list for its losses.
     """
-    context = fork_server()
-    with tempfile.TemporaryDirectory(prefix="flatfsdp-faults-") as folder:
-        ours: list[Connection] = []
-        processes = []
+
+    def __init__(self, world_size: int, function: Callable[..., None], *args: Any) -> None:
+        context = fork_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-faults-")
+        self._pipes: list[Connection] = []
+        self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            arguments = (theirs, f"{folder}/store", rank, world_size, function, args)
+            arguments = (theirs, f"{self._folder.name}/store", rank, world_size, function, args)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
-            ours.append(mine)
-            processes.append(process)
-        start, found = time.monotonic(), dict[int, Ending]()
-        while time.monotonic() - start < limit:
-            waiting = [pipe for rank, pipe in enumerate(ours) if rank not in found]
-            if all(_is_stopped(processes[ours.index(pipe)].pid) for pipe in waiting):
-                break
-            for pipe in wait(waiting, POLL):
-                rank = ours.index(pipe)  # type: ignore[arg-type]
-                seconds = time.monotonic() - start
-                try:
-                    how, message, losses = pipe.recv()  # type: ignore[union-attr]
-                    found[rank] = Ending(how, seconds, message, losses)
-                except (EOFError, ConnectionError):
-                    processes[rank].join()
-                    code = processes[rank].exitcode
-                    told = code in (0, -signal.SIGKILL)
-                    found[rank] = Ending("as told" if told else "aborted", seconds, f"exit code {code}")
-        for rank, process in enumerate(processes):
-            if rank not in found:
-                is_stopped = _is_stopped(process.pid)
-                found[rank] = Ending("as told" if is_stopped else "hung", time.monotonic() - start)
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(world_size)]
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self._start = time.monotonic()
+
+    def endings(self, limit: float = LIMIT) -> list[Ending]:
+        """How each rank has ended.
+
+        Args:
+            limit: seconds that they have.
+        """
+        with self._folder:
+            found = dict[int, Ending]()
+            while True:
+                # Those that have ended are heard also where the limit was over before they were asked.
+                is_over = time.monotonic() - self._start >= limit
+                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+                if all(_is_stopped(self._processes[self._pipes.index(pipe)].pid) for pipe in waiting):
+                    break
+                for pipe in wait(waiting, 0.0 if is_over else POLL):
+                    rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                    found[rank] = self._ending(rank)
+                if is_over:
+                    break
+            for rank, process in enumerate(self._processes):
+                if rank not in found:
+                    how: How = "as told" if _is_stopped(process.pid) else "hung"
+                    found[rank] = Ending(how, time.monotonic() - self._start)
+                process.kill()
+                process.join()
+        return [found[rank] for rank in range(len(self._processes))]
+
+    def _ending(self, rank: int) -> Ending:
+        """How a rank has ended that says so, or has died."""
+        seconds = time.monotonic() - self._start
+        try:
+            how, message, losses = self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            self._processes[rank].join()
+            code = self._processes[rank].exitcode
+            told = code in (0, -signal.SIGKILL)
+            return Ending("as told" if told else "aborted", seconds, f"exit code {code}")
+        return Ending(how, seconds, message, losses)
 
 
 def _is_stopped(pid: int | None) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has ended
 
 
 def _serve(

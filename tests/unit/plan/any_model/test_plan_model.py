@@ -196,6 +196,33 @@ def test_attention_and_dropout_keep_what_a_gpu_keeps() -> None:
     assert plan.time.lines["attention"] > 0
 
 
+def test_microbatches_that_are_alike_are_not_all_run() -> None:
+    """One stands for those in the middle, unless they differ in more than values; the plan is the same."""
+    calls = 0
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return mean_square(model, batch["x"])
+
+    plans, counts = [], []
+    for marks in ([0] * 6, [0, 0, 1, 0, 0, 0]):
+        calls = 0
+        batches = [{"x": torch.zeros(8, 64), "mark": mark} for mark in marks]
+        plans.append(
+            plan_model(build, batches, gpus=4, loss=loss, policy=by_class(nn.Linear), precision=BF16)
+        )
+        counts.append(calls)
+    assert counts == [3 * 3, 3 * 6]
+    alike, different = plans
+    assert alike.microbatches == 6 and alike.memory == different.memory and alike.sent == different.sent
+    assert alike.time.flops == pytest.approx(different.time.flops, rel=1e-12)
+    assert alike.time.lines == pytest.approx(different.time.lines, rel=1e-12)
+
+
 def test_more_gpus_share_what_is_sharded_and_send_more() -> None:
     batch = torch.zeros(64, 256)
     one, four = (planned(MLP(256, 8), batch, gpus=gpus) for gpus in (1, 4))
