@@ -26,11 +26,11 @@ from flatfsdp.engine.claim import (
     parameters_to_take,
     prepare_buffers,
 )
-from flatfsdp.engine.first_rank import take_from_first_rank
 from flatfsdp.engine.guards.watch import guard
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.driven_unit import DrivenUnit
+from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.transformer_engine import free_fp8_weights

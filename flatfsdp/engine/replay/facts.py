@@ -7,7 +7,7 @@ Next: `replayed.py` compares them before each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -32,6 +32,7 @@ _KIND = attrgetter("shape", "dtype")
 _IS_TRAINING = itemgetter("training")
 _KNOWN = itemgetter("known")
 _GRAD_OF = attrgetter("grad")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ class Surroundings:
         self._flagged = [group.flagged[0] for group in root.groups]
         self._flats = [group.master.flat for group in root.groups]
         self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
-        self._hooks = [hooks for module in modules for hooks in _hooks_of(module)]
+        self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._sort_hooks()
         self._known: _Collected | None = None
         self.renew()
@@ -236,13 +237,6 @@ def _may_be_recorded(hook: Any) -> bool:
     name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
     asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
     return is_own_hook(hook) or asks_for_grads
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    yield module._forward_hooks
-    yield module._forward_pre_hooks
-    yield module._backward_hooks
-    yield module._backward_pre_hooks
 
 
 def _ambient() -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,7 +95,9 @@ class RecordedRandomStates:
             restores += 1
 
         try:
-            with random_states_by(self._generator, _nothing, restore, lambda: None):
+            # A saved state is not looked at: which one is restored is known from the eager microbatch.
+            nothing = partial(torch.empty, 0, dtype=torch.uint8)
+            with random_states_by(self._generator, nothing, restore, lambda: None):
                 yield
         finally:
             self._generator.graphsafe_set_state(own)
@@ -116,8 +119,3 @@ class RecordedRandomStates:
             state.set_offset(begin + distance)
         yield
         self._generator.set_offset(begin + self._moves.end)
-
-
-def _nothing() -> Tensor:
-    """Stands for a saved state: which one is restored is known from the eager microbatch."""
-    return torch.empty(0, dtype=torch.uint8)

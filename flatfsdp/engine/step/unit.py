@@ -102,7 +102,7 @@ class Unit(UnitMember):
         # After the compute stream's work so far: that may still read the memory that was just allocated.
         with stream.after_compute():
             for group in missing:
-                group.update_shard()
+                group.compute_shard.cast()
             self._gather(missing, action)
             for group in untransposed:
                 group.transpose()

@@ -116,7 +116,9 @@ class ComputeShard:
         state.is_cast = True
 
     def cast(self) -> None:
-        """Casts the master shard, even if the compute shard is current."""
+        """Casts the master shard, if it has changed."""
+        if self.state.is_cast:
+            return
         unit, master, shard = self.master.unit, self.master.flat.detach(), self.tensor
         if self.master.is_offloaded:
             nbytes = master.numel() * master.element_size()

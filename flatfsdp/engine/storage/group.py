@@ -132,7 +132,7 @@ class FlatGroup:
             self._free(self.buffer)
         elif not is_fp8:
             # FP8 weights are cast at the first forward, when all ranks make their scales.
-            self.update_shard()
+            self.compute_shard.cast()
             # Until its first use a shard may be written through `.data`, which no version counts.
             self.compute_shard.expire()
 
@@ -218,11 +218,6 @@ class FlatGroup:
         # Transposes of stale values are stale, too.
         self.operands.free()
         return True
-
-    def update_shard(self) -> None:
-        """Casts the master shard, if it has changed."""
-        if not self.compute_shard.state.is_cast:
-            self.compute_shard.cast()
 
     def gather(self) -> None:
         """All-gathers the compute shards.  Collective, unless this rank has everything."""
