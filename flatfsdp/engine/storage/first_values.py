@@ -5,8 +5,9 @@ Out:  RuntimeError on all ranks, in the first forward, with the name of the firs
 
 Each rank keeps a part of its own values.  Ranks that were seeded differently would train a patchwork of
 several initialisations, and no loss would look wrong.  Values that a load, or anybody else, has replaced
-since do not count, and replicas need no check: they take the first one's values (`make_equal`).  With
-`sync_module_states` all ranks take the first rank's (`take_from_first_rank`), as DistributedDataParallel does.
+since do not count, and replicas need no check: they take the first one's values (`make_equal`).
+
+With `sync_module_states` all ranks take the first rank's values, as in DistributedDataParallel.
 """
 
 from __future__ import annotations
