@@ -22,15 +22,17 @@ import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, progress_bar, publish
 from lib.device import free_memory
-from lib.hf_training import HFTrainSettings
+from lib.hf_training import decaying, hf_job, llama_of
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.parity.loop import train
 from flatfsdp.training.choices import PrecisionName
-from flatfsdp.training.gpt import TrainSettings, train
+from flatfsdp.training.gpt import check_sizes, gpt_job
+from flatfsdp.training.settings import Configuration, Settings
 
 
 class Model(str, Enum):
@@ -50,7 +52,6 @@ OWN_LAYERS = (
 PRECISIONS = {Model.gpt: OWN_LAYERS, Model.hf_llama: (PrecisionName.bf16, *OWN_LAYERS)}
 """The precisions of each model; the others are compared with the first."""
 
-SETTINGS = {Model.gpt: TrainSettings, Model.hf_llama: HFTrainSettings}
 NAMES = {Model.gpt: "convergence", Model.hf_llama: "convergence-hf-llama"}
 TITLES = {Model.gpt: "The example GPT on real text", Model.hf_llama: "LlamaForCausalLM on real text"}
 
@@ -61,7 +62,9 @@ Losses = dict[str, list[list[float]]]
 class Runs(NamedTuple):
     """All runs, with seeds 0, 1, ..."""
 
-    settings: TrainSettings
+    model: Model
+    settings: Settings[GPTConfig]
+    warm_up: int
     precisions: tuple[PrecisionName, ...]
     seeds: int
 
@@ -75,9 +78,17 @@ def train_all(rank: Rank, runs: Runs) -> Losses:
             sampler = of_seed.sampler()
             for precision in runs.precisions:
                 task = bar.add_task(f"{precision.value}, seed {seed}", total=runs.settings.steps)
-                run = replace(of_seed, precision=precision)
-                trained = train(run, sampler, rank, on_step=lambda *_, task=task: bar.advance(task))
-                losses[precision.value].append(trained.losses())
+                how = Configuration(None, precision)
+                sharding = how.sharding
+                if runs.model is Model.hf_llama:
+                    # In place, and each FP8 weight is cast in every microbatch, as in most programs.
+                    sharding = replace(sharding, in_place=True, cache=False, fusion=None)
+                    job = hf_job(of_seed, how, sampler, rank)
+                else:
+                    job = gpt_job(of_seed, how, sampler, rank)
+                job = replace(job, optimizer=partial(decaying, of_seed.steps, runs.warm_up))
+                trained = train(job.trainee, sharding, rank, lambda *_, task=task: bar.advance(task))
+                losses[precision.value].append(trained.summary.losses)
                 del trained
                 free_memory(rank.device)
     return losses
@@ -202,20 +213,14 @@ def main(
     if model is Model.hf_llama and find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed")
     try:
-        settings = SETTINGS[model](
-            model=GPTConfig(layers, hidden, heads, seq),
-            precision=PrecisionName.fp8_delayed,
-            batch=batch,
-            microbatches=microbatches,
-            steps=steps,
-            lr=lr,
-            decays=True,
-            warm_up=warm_up,
-        )
+        settings = Settings(GPTConfig(layers, hidden, heads, seq), batch, microbatches, steps, lr)
+        check_sizes(settings, PrecisionName.fp8_delayed)
+        if model is Model.hf_llama:
+            _ = llama_of(settings.model)  # raises what is wrong with its sizes
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     launch = launch_of(ranks, device)
-    losses = run_on_ranks(train_all, Runs(settings, PRECISIONS[model], seeds), launch)
+    losses = run_on_ranks(train_all, Runs(model, settings, warm_up, PRECISIONS[model], seeds), launch)
     if not is_main():
         return
     rows = summary(losses)

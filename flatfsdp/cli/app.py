@@ -6,27 +6,27 @@ Exit codes: 0 success; 1 `verify` found a difference, a rank failed, or a plan d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from flatfsdp.cli.console import given, reported_failures, results_console, usage_errors
 from flatfsdp.cli.demo import demo
-from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
+from flatfsdp.cli.matrix import matrix_plan
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
-from flatfsdp.cli.train import train_on_rank
-from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
-from flatfsdp.cli.verify_model import ModelReport, model_job, verify_model_on_rank
+from flatfsdp.cli.report import left_out_lines, plot_comparisons, table, verdict_lines
+from flatfsdp.cli.train import TrainJob, train_on_rank
+from flatfsdp.cli.verify import OWN_SWITCHES, check_own_model, gpt_plan, run_plan, verify_own_model
 from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.comm.paths import local_path
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.parity import Parity, Switch
 from flatfsdp.training import options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import TrainSettings
-from flatfsdp.training.llama import ParallelSettings
+from flatfsdp.training.gpt import check_sizes
+from flatfsdp.training.settings import Configuration, Settings
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
@@ -60,10 +60,10 @@ def verify(
     switch: Annotated[
         list[Switch],
         typer.Option(
-            default_factory=lambda: list(Switch),
+            default_factory=lambda: list(OWN_SWITCHES),
             show_default="all that apply",
-            help="What to switch: the flag, in place or wrapped, fusion of weight gradients, caching or "
-            "storage of FP8 weights, microbatches replayed as CUDA graphs (on GPUs).",
+            help="What to switch: the flag, in place or wrapped, resharding, fusion of weight gradients, "
+            "caching or storage of FP8 weights, microbatches replayed as CUDA graphs (on GPUs).",
         ),
     ],
     fusion: Annotated[
@@ -149,78 +149,58 @@ def verify(
 
     [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
     """
+    chosen = given(context)
     if model is not None or batches is not None:
         with usage_errors():
             local_path(out)
-            job = model_job(given(context))
+            check_own_model(chosen)
             launch = Launch(ranks, device, deterministic=True)
         with reported_failures():
-            model_report = run_on_ranks(verify_model_on_rank, job, launch)
-        conclude(model_report, out, json, model_report.left_out_lines())
+            found = run_on_ranks(verify_own_model, chosen, launch)
+        out.mkdir(parents=True, exist_ok=True)
+        conclude(found, out / "verify-model.json", json)
     if matrix:
         with usage_errors():
-            plan = MatrixPlan.of(device, ranks, given(context))
-            check_input_and_output(plan.settings, out)
+            plan = matrix_plan(device, ranks, chosen)
+            check_input_and_output(plan.rows[0].settings, out)
         with reported_failures():
-            matrix_report = run_matrix(plan, out)
-        conclude(matrix_report, out, json, plan.left_out_lines())
+            found = run_plan(plan, out / "verify-matrix.json")
+        conclude(found, out / "verify-matrix.json", json)
     require("matplotlib")
     with usage_errors():
         if only:
             raise ValueError(
                 "--only chooses among the rows of --matrix; add it, or choose with --precision and --strategy"
             )
-        settings = TrainSettings(
-            model=GPTConfig(layers, hidden, heads, seq),
-            batch=batch,
-            microbatches=microbatches,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            data=data,
-        )
+        sizes = GPTConfig(layers, hidden, heads, seq)
+        settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
         launch = Launch(ranks, device, deterministic=True)
-        switches = _switches_on(launch, switch, is_given="switch" in given(context))
-        own_job = VerifyJob(settings, tuple(precision), tuple(strategy), switches, tuple(fusion), self_test)
+        switches = switch if "switch" in chosen else None
+        plan = gpt_plan(launch, settings, precision, strategy, switches, fusion, self_test=self_test)
         check_input_and_output(settings, out)
     with reported_failures():
-        report = run_on_ranks(verify_on_rank, own_job, launch)
-    conclude(report, out, json)
+        found = run_plan(plan, out / "verify.json")
+    conclude(found, out / "verify.json", json, picture=out / "losses.png")
 
 
-def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) -> tuple[Switch, ...]:
-    """Chooses the switches that make a difference on the device.
-
-    Raises:
-        ValueError: if one that was given makes no difference.
-    """
-    if launch.use_cuda():
-        return tuple(wanted)
-    if is_given and Switch.replay in wanted:
-        raise ValueError(
-            "--switch replay needs GPUs: on CPUs flatfsdp.replayed runs everything eagerly, "
-            "and both runs would be the same"
-        )
-    return tuple(switch for switch in wanted if switch is not Switch.replay)
-
-
-def conclude(
-    report: Report | MatrixReport | ModelReport, out: Path, json: bool, remarks: Sequence[str] = ()
-) -> NoReturn:
+def conclude(found: Parity, file: Path, json: bool, picture: Path | None = None) -> NoReturn:
     """Writes and prints the result of `verify`; ends with its exit code."""
     if is_main():
-        written = report.write(out)
+        file.write_text(found.json() + "\n")
+        if picture is not None:
+            plot_comparisons(picture, found)
         if json:
-            print(report.json())
+            print(found.json())
         else:
             console = results_console()
-            console.print(report.table())
-            for line in report.verdict_lines():
-                console.print(line, style="green" if report.equal else "red", highlight=False)
-            for line in remarks:
+            console.print(table(found))
+            for line in verdict_lines(found):
+                console.print(line, style="green" if found.equal else "red", highlight=False)
+            for line in left_out_lines(found):
                 console.print(line, style="dim", highlight=False)
-            console.print(f"Wrote {' and '.join(map(str, written))}.", highlight=False)
-    raise typer.Exit(0 if report.equal else 1)
+            written = " and ".join(str(path) for path in (file, picture) if path is not None)
+            console.print(f"Wrote {written}.", highlight=False)
+    raise typer.Exit(0 if found.equal else 1)
 
 
 @app.command()
@@ -259,22 +239,14 @@ def train(
     """
     require("matplotlib")
     with usage_errors():
-        settings = TrainSettings(
-            model=GPTConfig(layers, hidden, heads, seq),
-            precision=precision,
-            strategy=strategy,
-            optimize_backward_concat=optimize_backward_concat,
-            batch=batch,
-            microbatches=microbatches,
-            steps=steps,
-            lr=lr,
-            seed=seed,
-            data=data,
-        )
+        sizes = GPTConfig(layers, hidden, heads, seq)
+        settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
+        check_sizes(settings, precision)
+        job = TrainJob(settings, Configuration(None, precision, strategy), optimize_backward_concat)
         launch = Launch(ranks, device)
         check_input_and_output(settings, out)
     with reported_failures():
-        report = run_on_ranks(train_on_rank, settings, launch)
+        report = run_on_ranks(train_on_rank, job, launch)
     if is_main():
         report.write(out)
         if json:
@@ -287,7 +259,7 @@ app.command()(plan)
 app.command()(demo)
 
 
-def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
+def check_input_and_output(settings: Settings[Any], out: Path) -> None:
     """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
     settings.sampler()
     local_path(out).mkdir(parents=True, exist_ok=True)

@@ -6,25 +6,21 @@ Out:  a line a row on stderr, and one sentence about all of them.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flatfsdp.cli.console import reported_failures, results_console, usage_errors
-from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, matrix_on_rank
-from flatfsdp.cli.verify import Switch, VerifyJob, verify_on_rank
-from flatfsdp.comm.launch import Device, Launch, run_on_ranks
+from flatfsdp.cli.matrix import matrix_plan
+from flatfsdp.cli.verify import gpt_plan, run_plan
+from flatfsdp.comm.launch import Device, Launch
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training.choices import PrecisionName, Strategy
-from flatfsdp.training.gpt import TrainSettings
+from flatfsdp.training.settings import Settings
 
-SETTINGS = TrainSettings(GPTConfig(layers=2, hidden=64, heads=4, seq=64), batch=2, microbatches=2, steps=3)
+SETTINGS = Settings(GPTConfig(layers=2, hidden=64, heads=4, seq=64), batch=2, microbatches=2, steps=3)
 ON_FOUR_RANKS = "pp 2 x tp 2 + SP, 1f1b, bf16"
-SWITCHES = tuple(switch for switch in Switch if switch is not Switch.replay)
 
 INTRODUCTION = (
     "Each row trains a small language model on real text twice, with one switch off and on (flag: "
@@ -52,24 +48,19 @@ def demo(
     """
     console = results_console()
     precisions = (PrecisionName.fp32, PrecisionName.fp8_delayed)
-    job = VerifyJob(SETTINGS, precisions, (Strategy.zero3,), SWITCHES, self_test=self_test)
     with usage_errors():
         two = Launch(2, Device.cpu, deterministic=True)
-        plan = MatrixPlan.of(Device.cpu, 4, {"only": [ON_FOUR_RANKS], "steps": SETTINGS.steps})
-        plan = replace(plan, self_test=self_test)
-    before, after = len(job.configurations()), len(plan.rows)
+        plan = gpt_plan(two, SETTINGS, precisions, (Strategy.zero3,), self_test=self_test)
+        four = matrix_plan(Device.cpu, 4, {"only": [ON_FOUR_RANKS], "steps": SETTINGS.steps})
+        plan = replace(plan, rows=plan.rows + four.rows, launches=plan.launches + four.launches)
     console.print(INTRODUCTION, highlight=False)
-    with reported_failures(), tempfile.TemporaryDirectory() as folder:
-        on_two = run_on_ranks(partial(verify_on_rank, rows_after=after), job, two)
-        payload = MatrixReport([], [], plan), Path(folder)
-        on_four = run_on_ranks(partial(matrix_on_rank, rows_before=before), payload, plan.launches[0])
-    for report in (on_two, on_four):
-        if not report.equal:
-            console.print("\n".join(report.verdict_lines()), style="red", highlight=False)
-    if not (on_two.equal and on_four.equal):
+    with reported_failures():
+        found = run_plan(plan)
+    if not found.equal:
+        console.print("\n".join(found.differences()), style="red", highlight=False)
         raise typer.Exit(1)
     console.print(
-        f"Proven: in all {before + after} rows both trainings have the same bits, on every rank.",
+        f"Proven: in all {len(found.rows)} rows both trainings have the same bits, on every rank.",
         style="green",
         highlight=False,
     )

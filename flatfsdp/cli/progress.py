@@ -6,24 +6,19 @@ Out:  one line; without a terminal it is written once, at the end, as a log of t
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from flatfsdp.parity.evidence import Compared
 
-
-class StepBar:
+class StepBar(Progress):
     """Progress bar, to be used as a context; with `visible=False` (every rank but one) it does nothing.
 
-    `shows_speed` adds tokens/s: where one run is compared with another, evidence is collected in between, and
-    the speed is not that of training.
+    `tokens`, the number in a step of all ranks, adds tokens/s: where one run is compared with another,
+    evidence is collected in between, and the speed is not that of training.
     """
 
-    def __init__(self, label: str, steps: int, visible: bool, *, shows_speed: bool = False) -> None:
-        self._shows_speed = shows_speed
-        self._progress = Progress(
+    def __init__(self, label: str, steps: int, visible: bool, *, tokens: int | None = None) -> None:
+        super().__init__(
             TextColumn("{task.description:<20}"),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -31,22 +26,14 @@ class StepBar:
             console=Console(stderr=True),
             disable=not visible,
         )
-        self._task = self._progress.add_task(label, total=steps, note="")
+        self.tokens = tokens
+        self.steps = self.add_task(label, total=steps, note="")
 
-    def __enter__(self) -> StepBar:
-        self._progress.start()
-        return self
+    def show(self, loss: float, ms: float) -> None:
+        """Shows that one step has ended, with its loss and milliseconds."""
+        speed = "" if self.tokens is None else f"  {1e3 * self.tokens / ms:,.0f} tokens/s"
+        self.update(self.steps, advance=1, note=f"loss {loss:.4f}{speed}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def advance(self, loss: float, tokens_per_second: float) -> None:
-        """Shows that one step has ended; `tokens_per_second` counts all ranks."""
-        speed = f"  {tokens_per_second:,.0f} tokens/s" if self._shows_speed else ""
-        self._progress.update(self._task, advance=1, note=f"loss {loss:.4f}{speed}")
-
-    def conclude(self, found: Compared) -> None:
+    def conclude(self, equal: bool) -> None:
         """Replaces the last note by the result of the steps."""
-        self._progress.update(self._task, note="equal" if found.equal else "DIFFER")
+        self.update(self.steps, note="equal" if equal else "DIFFER")

@@ -1,56 +1,91 @@
-"""Output of the commands: tables, a JSON file and the loss curves.
+"""Output of the commands: a table, a JSON file and the loss curves.
 
-In:   summaries of runs.
-Out:  tables for the terminal, text, and a PNG.
+In:   rows of comparisons, and losses.
+Out:  a table for the terminal, text, and a PNG.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity import Parity
+from flatfsdp.parity.evidence import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def verdict(good: bool, yes: str, no: str) -> Text:
-    """Makes a coloured cell of a table."""
-    return Text(yes, style="green") if good else Text(no, style="bold red")
-
-
-def comparison_table(title: str, headings: Sequence[str], verdicts: Sequence[str]) -> Table:
-    """Makes an empty table with one row for each comparison of two runs.
-
-    Args:
-        title: title of the table.
-        headings: headings up to that of the final loss.
-        verdicts: headings of the last columns.
-    """
-    result = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
-    for heading in headings:
-        result.add_column(heading)
+def table(parity: Parity) -> Table:
+    """Table with one row a comparison; off above on within a cell."""
+    result = Table(
+        box=box.SIMPLE_HEAD,
+        title="One switch off and on: the same bits?",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    result.add_column("config", overflow="fold")
+    for heading in ("switch", "final loss"):
+        result.add_column(heading, no_wrap=True)
     for heading in ("ms\na step", "bytes copied\na parameter"):
-        result.add_column(heading, justify="right")
-    for heading in verdicts:
-        result.add_column(heading.replace(" ", "\n"))
+        result.add_column(heading, justify="right", no_wrap=True)
+    for kind in (*KINDS, "loss falls"):
+        result.add_column(kind.replace(" ", "\n"))
+    for row in parity.rows:
+        runs = (row.off, row.on)
+        result.add_row(
+            row.about["name"].replace(", ", "\n"),
+            "\n".join(row.switch.ends),
+            "\n".join(run.final_loss_hex for run in runs),
+            "\n".join(f"{run.ms:.1f}" for run in runs),
+            "\n".join(f"{run.local_bytes:.2f}" for run in runs),
+            *("[bold red]DIFFER" if places else "[green]equal" for places in row.differences.values()),
+            "yes" if row.on.falling else "no",
+            end_section=row is not parity.rows[-1],
+        )
     return result
 
 
-def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, list[str]]) -> list[str | Text]:
-    """Cells of one comparison, off above on: final loss, time, bytes, then verdicts by kind of evidence."""
+def verdict_lines(parity: Parity) -> list[str]:
+    """Lines that name the differences, or one line that says there are none."""
+    if not parity.equal:
+        return parity.differences()
+    options = parity.about["options"]
+    worlds = " and ".join(str(environment["world_size"]) for environment in parity.about["environments"])
     return [
-        f"{off.final_loss_hex}\n{on.final_loss_hex}",
-        f"{off.ms:.1f}\n{on.ms:.1f}",
-        f"{off.local_bytes:.2f}\n{on.local_bytes:.2f}",
-        *(verdict(not places, "equal", "DIFFER") for places in differences.values()),
+        f"On equals off, bit for bit: {len(parity.rows)} configurations on {worlds} ranks, "
+        f"{options['steps']} steps of {options['microbatches']} microbatches each."
     ]
+
+
+def left_out_lines(parity: Parity) -> list[str]:
+    """One line for each reason, with what it leaves out; rows are counted by their ways to share a model."""
+    by_reason: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, why in parity.left_out.items():
+        by_reason[why][name.partition(", ")[0]] += 1
+    return [
+        f"Left out, as {why}: {', '.join(f'{name} ({rows})' for name, rows in names.items())}."
+        for why, names in by_reason.items()
+    ]
+
+
+def plot_comparisons(path: Path, parity: Parity) -> None:
+    """Writes a PNG with the losses of both runs, one panel for each row."""
+    plot_losses(
+        path,
+        f"Bit for bit the same? World size {parity.about['environments'][0]['world_size']}",
+        {
+            f"{row.about['name']}: {' / '.join(row.switch.ends)}": dict(
+                zip(row.switch.ends, (row.off.losses, row.on.losses), strict=True)
+            )
+            for row in parity.rows
+        },
+    )
 
 
 def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:

@@ -1,258 +1,225 @@
 """`verify`: trains each configuration with a switch off and on, and compares all bits.
 
-In:   a `VerifyJob`.
-Out:  a `Report` with one `Comparison` a configuration, the same on every rank.
+In:   a `Plan` of rows of built-in models, or the names of two functions of a user's own.
+Out:  a `Parity`, the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.report import (
-    compared_cells,
-    comparison_table,
-    plot_losses,
-    verdict,
-)
-from flatfsdp.comm.launch import Rank
-from flatfsdp.models.text import Sampler
-from flatfsdp.parity.evidence import KINDS, Compared, compared
+from flatfsdp.cli.user_functions import function_named, with_own_layers
+from flatfsdp.comm.launch import Launch, Rank, run_on_ranks
+from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.parallel import make_mesh
+from flatfsdp.parity import Parity, Switch, verify
+from flatfsdp.parity.loop import MakeTrainee
+from flatfsdp.parity.verify import compare
 from flatfsdp.profiling.environment import environment
-from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import TrainSettings, train
+from flatfsdp.training.gpt import check_sizes, gpt_job
+from flatfsdp.training.llama import check_ranks, llama
+from flatfsdp.training.settings import Configuration, Settings
 
-
-class Switch(str, Enum):
-    """Switches, none of which may change a bit.
-
-    flag: `optimize_backward_concat`; in_place: the model sharded in place, or wrapped; fusion: weight
-    gradients added in the GEMM, or after it, in FP32; cache: FP8 weights cast in the first microbatch
-    only, or in each; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches
-    as CUDA graphs, or eager, both with interruptions between steps, see `Interruptions`.
-    """
-
-    flag = "flag"
-    in_place = "in-place"
-    fusion = "fusion"
-    cache = "cache"
-    storage = "storage"
-    replay = "replay"
-
-    def settings(self, settings: TrainSettings) -> tuple[TrainSettings, TrainSettings]:
-        """Returns the settings with the switch off and on."""
-        if self is Switch.flag:
-            return tuple(replace(settings, optimize_backward_concat=on) for on in (False, True))  # type: ignore[return-value]
-        if self is Switch.in_place:
-            return replace(settings, in_place=False), replace(settings, in_place=True)
-        if self is Switch.fusion:
-            return replace(settings, fusion=Fusion.two_pass), replace(settings, fusion=Fusion.fused)
-        if self is Switch.cache:
-            return replace(settings, caches_weights=False), replace(settings, caches_weights=True)
-        if self is Switch.replay:
-            eager = replace(settings, caches_weights=False, interrupts=True)
-            return eager, replace(eager, replays=True)
-        return replace(settings, stores_fp8=False), replace(settings, stores_fp8=True)
-
-    def applies(self, settings: TrainSettings) -> bool:
-        """Whether the switch makes a difference to the run."""
-        is_stored = settings.precision is PrecisionName.fp8_weights
-        if self is Switch.storage:
-            return is_stored
-        if self is Switch.cache:
-            return settings.precision.recipe is not None and not is_stored and settings.microbatches > 1
-        return self in (Switch.flag, Switch.in_place, Switch.replay) or settings.precision.has_own_layers
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """Names of the two runs, off and on."""
-        names = {
-            Switch.flag: ("flag off", "flag on"),
-            Switch.in_place: ("wrapped", "in place"),
-            Switch.fusion: ("two passes", "fused"),
-            Switch.cache: ("cast each", "cast once"),
-            Switch.storage: ("bf16 weights", "FP8 weights"),
-            Switch.replay: ("eager", "replayed"),
-        }
-        return names[self]
+OWN_SWITCHES = tuple(switch for switch in Switch if switch is not Switch.reshard)
+"""Switches of the built-in GPT, for which `Strategy` has two rows instead of `reshard`."""
 
 
 @dataclass(frozen=True)
-class VerifyJob:
-    """Runs to compare: `settings` with each precision, strategy and setting of a switch.
+class Row:
+    """One configuration of a built-in model, and the switch that is off and on.
 
-    Attributes:
-        fusions: fusions of weight gradients in rows that switch the flag, for precisions with FlatFSDP's
-            layers.
-        self_test: damage one bit of one gradient in the runs with the switch on, which `verify` must notice.
+    Raises:
+        ValueError: if the settings do not suit the configuration.
     """
 
-    settings: TrainSettings
-    precisions: tuple[PrecisionName, ...]
-    strategies: tuple[Strategy, ...]
-    switches: tuple[Switch, ...] = tuple(Switch)
-    fusions: tuple[Fusion, ...] = (Fusion.fused,)
-    self_test: bool = False
+    settings: Settings[Any]
+    configuration: Configuration
+    switch: Switch
+    ranks: int
 
     def __post_init__(self) -> None:
-        # Refuse sizes that do not suit one of the precisions.
-        for switch, settings in self.configurations():
-            switch.settings(settings)
-
-    def configurations(self) -> list[tuple[Switch, TrainSettings]]:
-        """Lists every switch with the settings that it applies to."""
-        found = []
-        for precision in dict.fromkeys(self.precisions):
-            for strategy in dict.fromkeys(self.strategies):
-                base = replace(self.settings, precision=precision, strategy=strategy)
-                for switch in dict.fromkeys(self.switches):
-                    varies = switch is Switch.flag and precision.has_own_layers
-                    for fusion in dict.fromkeys(self.fusions) if varies else (Fusion.fused,):
-                        if switch.applies(base):
-                            found.append((switch, replace(base, fusion=fusion)))
-        return found
+        how = self.configuration
+        if how.parallelism is None:
+            check_sizes(self.settings, how.precision, interrupts=self.switch is Switch.replay)
+        else:
+            check_ranks(self.settings, how.parallelism, how.schedule)
 
 
 @dataclass(frozen=True)
-class Comparison(Compared):
-    """Comparison of one configuration with one switch off and on.
+class Plan:
+    """Rows to run, each on the launch with as many ranks, in the order of the launches.
 
     Attributes:
-        fusion: fusion of weight gradients; empty for plain layers, and if it is what is switched.
+        left_out: names of rows that cannot run here, with the reason.
+        self_test: damage one bit of one gradient in the runs with the switch on, which must be noticed.
     """
 
-    precision: str
-    strategy: str
-    switch: str
-    fusion: str
+    rows: tuple[Row, ...]
+    launches: tuple[Launch, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+    self_test: bool = False
 
-    @property
-    def name(self) -> str:
-        """The configuration in words."""
-        return " ".join(part for part in (self.precision, self.strategy, self.fusion) if part)
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """Names of the two runs, off and on."""
-        return Switch(self.switch).ends
+    def empty_report(self) -> Parity:
+        """The report before any row has run."""
+        options = {**asdict(self.rows[0].settings), "self_test": self.self_test}
+        return Parity([], self.left_out, {"environments": [], "options": options})
 
 
-@dataclass(frozen=True)
-class Report:
-    """Report of all configurations; `equal` only if every row is."""
+def gpt_plan(
+    launch: Launch,
+    settings: Settings[GPTConfig],
+    precisions: Sequence[PrecisionName],
+    strategies: Sequence[Strategy],
+    switches: Sequence[Switch] | None = None,
+    fusions: Sequence[Fusion] = (Fusion.fused,),
+    *,
+    self_test: bool = False,
+) -> Plan:
+    """Plans a row for each switch that makes a difference to a GPT of a precision and strategy.
 
-    rows: list[Comparison]
-    environment: dict[str, Any]
-    job: VerifyJob = field(repr=False)
+    Args:
+        launch: number and device of the ranks.
+        settings: settings of all rows.
+        precisions: precisions of the rows.
+        strategies: strategies of the rows.
+        switches: switches that each has; None for all that make a difference.
+        fusions: fusions of weight gradients in rows that switch the flag, for precisions with FlatFSDP's
+            layers.
+        self_test: damage one bit of one gradient in the runs with the switch on.
 
-    @property
-    def equal(self) -> bool:
-        """Whether all rows have equal bits."""
-        return all(row.equal for row in self.rows)
-
-    def json(self) -> str:
-        """The report as JSON."""
-        rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
-        options = asdict(self.job)
-        for varied in (
-            "precision",
-            "strategy",
-            "optimize_backward_concat",
-            "fusion",
-            "caches_weights",
-            "stores_fp8",
-            "in_place",
-            "replays",
-            "interrupts",
-        ):
-            del options["settings"][varied]
-        return to_json(
-            {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}, indent=2
+    Raises:
+        ValueError: if sizes do not suit one of the precisions; if a given switch makes no difference to any.
+    """
+    rows: list[Row] = []
+    left_out: dict[Switch, str] = {}
+    chosen = OWN_SWITCHES if switches is None else switches
+    # Each once, in the given order.
+    for precision, strategy, switch in dict.fromkeys(product(precisions, strategies, chosen)):
+        usual, own = Configuration(None, precision, strategy), precision.has_own_layers
+        why = switch.why_not(
+            usual.sharding, settings.microbatches, on_gpus=launch.use_cuda(), fuses=own, caches=own
         )
-
-    def write(self, folder: Path) -> list[Path]:
-        """Writes the report and a picture of the losses; returns the files."""
-        text, picture = folder / "verify.json", folder / "losses.png"
-        text.write_text(self.json() + "\n")
-        world, settings = self.environment["world_size"], self.job.settings
-        plot_losses(
-            picture,
-            f"Bit for bit the same? World size {world}, {settings.microbatches} microbatches",
-            {
-                f"{row.name}: {' / '.join(row.ends)}": dict(
-                    zip(row.ends, (row.off.losses, row.on.losses), strict=True)
-                )
-                for row in self.rows
-            },
-        )
-        return [text, picture]
-
-    def table(self) -> Table:
-        """Table with one row a configuration; off above on within a cell."""
-        result = comparison_table(
-            "One switch off and on: the same bits?",
-            ("config", "switch", "final loss"),
-            (*KINDS, "loss falling"),
-        )
-        for row in self.rows:
-            result.add_row(
-                row.name,
-                "\n".join(row.ends),
-                *compared_cells(row.off, row.on, row.differences),
-                verdict(row.on.falling, "yes", "NO"),
-                end_section=row is not self.rows[-1],
-            )
-        return result
-
-    def verdict_lines(self) -> list[str]:
-        """Lines that name the differences, or one line that says there are none."""
-        if self.equal:
-            return [
-                f"On equals off, bit for bit, at world size {self.environment['world_size']}: "
-                f"{len(self.rows)} configurations, {self.job.settings.steps} steps each."
-            ]
-        return [line for row in self.rows for line in row.lines(f"{row.name}, {' / '.join(row.ends)}")]
+        if why is None:
+            varied = dict.fromkeys(fusions) if switch is Switch.flag and own else (Fusion.fused,)
+            rows += [Row(settings, replace(usual, fusion=fusion), switch, launch.world) for fusion in varied]
+        else:
+            left_out[switch] = why
+    useless = left_out.keys() - {row.switch for row in rows}
+    if switches is not None and useless:
+        raise ValueError("; ".join(f"--switch {switch.value}: {left_out[switch]}" for switch in useless))
+    return Plan(tuple(rows), (launch,), self_test=self_test)
 
 
-def verify_on_rank(rank: Rank, job: VerifyJob, rows_after: int = 0) -> Report:
-    """Runs all configurations; every rank must call it, and all get the same verdicts.
+def run_plan(plan: Plan, file: Path | None = None) -> Parity:
+    """Runs all rows.
+
+    Args:
+        plan: the rows.
+        file: file for the report, written after every row, so that an interrupted run leaves one.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: if a rank raised, or died.
+    """
+    parity = plan.empty_report()
+    for launch in plan.launches:
+        if any(row.ranks == launch.world for row in plan.rows):
+            parity = run_on_ranks(rows_on_rank, (plan, parity, file), launch)
+    return parity
+
+
+def rows_on_rank(rank: Rank, payload: tuple[Plan, Parity, Path | None]) -> Parity:
+    """Runs the rows for this number of ranks, adds them to the report, and writes it.
+
+    Every rank must call it, and all get the same verdicts.
 
     Args:
         rank: this rank.
-        job: the configurations.
-        rows_after: number of rows of the same program that come later, and count in its progress.
+        payload: the plan, the report so far, and its file.
     """
-    sampler, configurations = job.settings.sampler(), job.configurations()
-    count = len(configurations) + rows_after
-    rows = [
-        _compare(rank, switch, settings, sampler, job.self_test, f"{number} of {count}")
-        for number, (switch, settings) in enumerate(configurations, start=1)
-    ]
-    return Report(rows, environment(rank), job)
+    plan, parity, file = payload
+    parity.about["environments"].append(environment(rank))
+    # Data take long to read, and communicators to create.
+    sampler_of, mesh_of = cache(Settings.sampler), cache(make_mesh)
+
+    def maker_of(row: Row) -> MakeTrainee:
+        settings, how, shared = row.settings, row.configuration, row.configuration.parallelism
+        sampler = sampler_of(settings)
+        if shared is None:
+            return gpt_job(settings, how, sampler, rank, interrupts=row.switch is Switch.replay).trainee
+        return partial(llama, settings, shared, how.schedule, sampler, mesh_of(**shared.sizes))
+
+    for row in plan.rows:
+        if row.ranks != rank.world:
+            continue
+        how, visible = row.configuration, rank.index == 0
+        label = f"{len(parity.rows) + 1} of {len(plan.rows)}  {how.name}: {' / '.join(row.switch.ends)}"
+        of_how = {"precision": how.precision.value, "strategy": how.strategy.value, "fusion": how.wgrad}
+        about = {"name": how.name, "ranks": row.ranks, **of_how}
+        with StepBar(label, 2 * row.settings.steps, visible) as bar:
+            found = compare(
+                maker_of(row),
+                row.switch,
+                how.sharding,
+                rank,
+                self_test=plan.self_test,
+                on_step=bar.show,
+                about=about,
+            )
+            bar.conclude(found.equal)
+        parity.rows.append(found)
+        parity.about["not_run"] = [later.configuration.name for later in plan.rows[len(parity.rows) :]]
+        if file is not None and visible:
+            file.write_text(parity.json() + "\n")
+    return parity
 
 
-def _compare(
-    rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool, place: str
-) -> Comparison:
-    precision, strategy = settings.precision, settings.strategy
-    is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
-    fusion = f"wgrad {settings.fusion.value}" if is_named else ""
-    label = f"{place}  {precision.value} {strategy.value} {fusion}".rstrip()
-    with StepBar(f"{label}: {' / '.join(switch.ends)}", 2 * settings.steps, visible=rank.index == 0) as bar:
-        off, on = (partial(train, ends, sampler, rank, bar.advance) for ends in switch.settings(settings))
-        found = Comparison(
-            **vars(compared(off, on, rank, settings.steps, self_test=self_test)),
-            precision=precision.value,
-            strategy=strategy.value,
-            switch=switch.value,
-            fusion=fusion,
-        )
-        bar.conclude(found)
-    return found
+OF_LIBRARY = ("steps", "microbatches", "lr", "seed", "self_test")
+"""Options that have the same names in `flatfsdp.parity.verify`."""
+OF_OWN_MODEL = {*OF_LIBRARY, "model", "batches", "precision", "switch", "ranks", "device", "out", "json"}
+
+
+def check_own_model(given: dict[str, Any]) -> None:
+    """Checks options of `verify` for a user's own model that are given on the command line, by name.
+
+    Raises:
+        ValueError: if an option does not apply to a user's own model, or a function does not exist.
+    """
+    if {"model", "batches"} - given.keys():
+        raise ValueError("--model and --batches go together: one builds the model, one yields batches")
+    useless = [f"--{name.replace('_', '-')}" for name in given if name not in OF_OWN_MODEL]
+    if useless:
+        raise ValueError(f"{useless[0]} does not apply to a model of your own; leave it out")
+    if len(given.get("precision", ())) > 1:
+        raise ValueError(f"--model takes one --precision, not {len(given['precision'])}")
+    for name in (given["model"], given["batches"]):
+        function_named(name)
+
+
+def verify_own_model(rank: Rank, given: dict[str, Any]) -> Parity:
+    """Runs all switches; every rank must call it, and all get the same verdicts.
+
+    Args:
+        rank: this rank.
+        given: options of `verify`: `model` and `batches`, "package.module:function" or
+            "path/to/file.py:function" each, and others that are given on the command line.
+    """
+    (precision,) = given.get("precision", [PrecisionName.fp32])
+    found = verify(
+        partial(with_own_layers, function_named(given["model"]), precision),
+        function_named(given["batches"]),
+        switches=given.get("switch"),
+        precision=precision.dtypes(),
+        recipe=precision.recipe,
+        device=rank.device,
+        **{name: value for name, value in given.items() if name in OF_LIBRARY},
+    )
+    rows = [replace(row, about={"name": precision.value}) for row in found.rows]
+    options = {**found.about["options"], "model": given["model"], "batches": given["batches"]}
+    return Parity(rows, found.left_out, {"environments": [environment(rank)], "options": options})

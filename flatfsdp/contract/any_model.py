@@ -20,23 +20,24 @@ Loss = Callable[[nn.Module, Any], Tensor]
 """Function (model, batch) -> loss, 0-dim."""
 
 
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
+def loss_of(model: nn.Module, batch: Any, **options: Any) -> Tensor:
     """Returns the loss of a model for a batch: its result, or `.loss` or `["loss"]` of the result.
 
     Args:
         model: the model to call.
         batch: passed as keyword arguments if a dict, as positional ones if a tuple or list, else as one
             argument.
+        options: further keyword arguments of the model.
 
     Raises:
         ValueError: if the model returns no loss.
     """
     if isinstance(batch, Mapping):
-        output = model(**batch)
+        output = model(**batch, **options)
     elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
+        output = model(*batch, **options)
     else:
-        output = model(batch)
+        output = model(batch, **options)
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")

@@ -1,15 +1,15 @@
-"""Trains a user's own model for a few steps, sharded in one way.
+"""A user's own model, or one that is trained like it, as a job for the training loop.
 
-In:   a function that builds a model, one that yields batches, and a `Sharding`.
-Out:  a `Trained`.
-Next: `evidence.py` compares what two of them leave behind.
+In:   a function that builds a model, and one that yields batches.
+Out:  for each `Sharding` a `Trainee`.
+Next: `loop.py` trains it.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from flatfsdp import FlatFSDP, auto_wrap, microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss, layers_of, loss_of
 from flatfsdp.engine.wrap import WrapPolicy
-from flatfsdp.flat.nested import map_tensors
 from flatfsdp.fp8 import autocast
-from flatfsdp.parity.switches import Sharding, fusing
-from flatfsdp.parity.trained import AfterBackward, Step, Trained, mean_over_ranks, now
+from flatfsdp.parity.interruptions import Interruptions
+from flatfsdp.parity.loop import Trainee, unchanged
+from flatfsdp.parity.switches import Sharding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ class ModelJob:
     Attributes:
         policy: policy that picks units; None takes the items of the outermost lists of modules.
         loss: function of model and batch; None takes the loss that the model returns, see `loss_of`.
+        max_norm: largest norm of the gradient of one step.
         seed: seed of parameters, which all ranks share, and of dropout.
+        optimizer: class of the optimizer, or a function of parameters and `lr`.
+        options: further options of `FlatFSDP`.
+        interrupts: do other things between steps, see `Interruptions`.
     """
 
     build_model: BuildModel
@@ -44,74 +48,80 @@ class ModelJob:
     lr: float = 1e-3
     max_norm: float = 1.0
     seed: int = 0
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    interrupts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
+    def built(self) -> nn.Module:
+        """A new model, unsharded."""
+        torch.manual_seed(self.seed)
+        return self.build_model()
 
-def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBackward) -> Trained:
-    """Trains a fresh model; equal arguments give equal bits if the kernels are deterministic.
+    def trainee(self, sharding: Sharding, rank: Rank) -> Trainee:
+        """Builds and shards the model.  Collective."""
+        built = self.built()
+        if sharding.fusion is not None:
+            for layer in fusing(built):
+                layer.fuse_wgrad_accumulation = sharding.fusion
+        options = {"device": rank.device, **sharding.options, **self.options}
+        model = _sharded(built, self.policy or layers_of(built), in_place=sharding.in_place, **options)
+        torch.manual_seed(self.seed + 1 + rank.index)
+        optimizer = self.optimizer(model.parameters(), lr=self.lr)
+        loss_of_batch = partial(self.loss or loss_of, model)
+        region = partial(autocast, sharding.recipe is not None, recipe=sharding.recipe)
 
-    Raises:
-        ValueError: if there are too few batches, or no loss.
-    """
-    torch.manual_seed(job.seed)
-    built = job.build_model()
-    if sharding.fuses is not None:
-        for layer in fusing(built):
-            layer.fuse_wgrad_accumulation = sharding.fuses
-    model = _sharded(
-        built,
-        job.policy or layers_of(built),
-        in_place=sharding.in_place,
-        device=rank.device,
-        precision=sharding.precision,
-        reshard_after_forward=sharding.reshard,
-        optimize_backward_concat=sharding.flag,
-    )
-    torch.manual_seed(job.seed + 1 + rank.index)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
-    loss_of_batch = job.loss or loss_of
+        def run(batch: Any) -> Tensor:
+            is_first = model.fsdp_state.shared.microbatch.is_first
+            loss = loss_of_batch(batch, **({"is_first_microbatch": is_first} if sharding.cache else {}))
+            (loss / self.microbatches).backward()
+            return loss.detach()
 
-    def run(batch: Any) -> Tensor:
-        loss = loss_of_batch(model, batch)
-        (loss / job.microbatches).backward()
-        return loss.detach()
+        graphs = replayed(model, run) if sharding.replay else None
+        microbatch = graphs or run
 
-    microbatch = replayed(model, run) if sharding.replays else run
-    steps: list[Step] = []
-    local_losses = torch.empty(job.steps, job.microbatches)
-    batches = iter(job.batches(rank.index, rank.world))
-    for index in range(job.steps):
-        of_step = [_moved(batch, rank.device) for batch in islice(batches, job.microbatches)]
-        if len(of_step) < job.microbatches:
-            raise ValueError(
-                f"batches ended in step {index} on rank {rank.index}; {job.steps} steps of "
-                f"{job.microbatches} microbatches need {job.steps * job.microbatches} of them"
-            )
-        model.fsdp_state.shared.ledger.reset()
-        start = now(rank.device)
-        with autocast(recipe=sharding.recipe) if sharding.recipe is not None else nullcontext():
-            losses_m = torch.stack([microbatch(batch) for batch in microbatches(model, of_step)]).float()
-        after_backward(index, model)
-        norm = model.clip_grad_norm_(job.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        local_losses[index] = losses_m.cpu()
-        mean = mean_over_ranks(losses_m, rank.world)
-        steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
-    return Trained(
-        steps, local_losses, model.fsdp_state.shared.ledger.bytes_per_parameter(), model, optimizer
-    )
+        def forward_backward(batches: list[Any]) -> list[Tensor]:
+            with region():
+                return [microbatch(batch) for batch in microbatches(model, batches)]
+
+        def update() -> Tensor:
+            norm: Tensor = model.clip_grad_norm_(self.max_norm)
+            optimizer.step()
+            return norm
+
+        def require_replays() -> None:
+            if graphs is not None and rank.device.type == "cuda" and not graphs.replays:
+                raise RuntimeError(
+                    f"none of the microbatches of {self.steps} steps was replayed, so both runs would be "
+                    "eager: the log says why, or they are too few (two of each kind are eager, and one is "
+                    "recorded); leave the switch out otherwise"
+                )
+
+        interruptions = Interruptions(model, optimizer, microbatch, loss_of_batch, region)
+        return Trainee(
+            model,
+            [model],
+            optimizer,
+            self.steps,
+            self.microbatches,
+            self.batches(rank.index, rank.world),
+            forward_backward,
+            update,
+            before_step=interruptions.before if self.interrupts else unchanged,
+            at_end=require_replays,
+        )
+
+
+def fusing(model: nn.Module) -> Iterator[Any]:
+    """The layers that can fuse their weight gradients."""
+    return (module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation"))
 
 
 def _sharded(built: nn.Module, policy: WrapPolicy | None, *, in_place: bool, **options: Any) -> Any:
     if in_place:
         return shard(built, policy, **options)
     return FlatFSDP(built, **options) if policy is None else auto_wrap(built, policy, **options)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), batch)

@@ -2,12 +2,12 @@
 
 In:   a run's `Trained` and the reduced gradients that a `GradientRecorder` kept.
 Out:  for each kind of evidence the first place on each rank where two runs differ, or nothing.
-Next: `verify.py`, `cli/verify.py` and `cli/matrix.py` make rows of the results.
+Next: `verify.py` makes a row of a report of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import named_groups
-from flatfsdp.parity.summary import RunSummary
-from flatfsdp.parity.trained import AfterBackward, Trained
+from flatfsdp.parity.loop import Trainee
+from flatfsdp.parity.trained import Trained
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
@@ -59,34 +59,22 @@ class GradientRecorder:
     """`AfterBackward` that keeps a copy of this rank's reduced gradient shards of every step.
 
     Attributes:
+        damages: whether one bit of those of the second step, or of the only one, is flipped before that.
         gradients: copies on the CPU, taken before clipping, under names such as "step 3, <unit>".
     """
 
+    damages: bool = False
     gradients: NamedTensors = field(default_factory=dict)
 
-    def __call__(self, step: int, model: nn.Module) -> None:
+    def __call__(self, step: int, trainee: Trainee) -> None:
         """Copies the gradients of one step."""
-        for name, shard in _shards(model).items():
+        if self.damages and step == min(1, trainee.steps - 1):
+            flip_lowest_bit(trainee.model)
+        for name, shard in _shards(trainee.model).items():
             grads = [parameter.grad for parameter, _, _ in shard.master.portions]
             if any(grad is not None for grad in grads):
                 joined = _joined(shard.master, grads)
                 self.gradients[f"step {step}, {name}"] = Kept(joined, shard.parameters)
-
-
-@dataclass(frozen=True)
-class Saboteur:
-    """`AfterBackward` that flips one bit in one step on the last rank, and then calls `recorder`."""
-
-    recorder: GradientRecorder
-    rank: Rank
-    at_step: int
-
-    def __call__(self, step: int, model: nn.Module) -> None:
-        """Flips the bit if it is time, and records."""
-        # On one rank only, and not the one that reports: the verdict must come from all ranks.
-        if step == self.at_step and self.rank.index == self.rank.world - 1:
-            flip_lowest_bit(model)
-        self.recorder(step, model)
 
 
 def flip_lowest_bit(model: nn.Module) -> None:
@@ -169,61 +157,6 @@ def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor
     for value, (_, start, stop) in found:
         whole[start:stop] = value
     return whole
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Comparison of two runs, with a switch off and on.
-
-    Attributes:
-        differences: for each kind of evidence, the first difference on each rank that has one: the step, the
-            unit, and the element of a parameter.
-    """
-
-    off: RunSummary
-    on: RunSummary
-    differences: dict[str, list[str]]
-
-    @property
-    def equal(self) -> bool:
-        """Whether all bits are equal."""
-        return not any(self.differences.values())
-
-    def lines(self, name: str) -> list[str]:
-        """Describes the differences, by kind of evidence and rank."""
-        return [
-            f"{name}, {kind}: first difference on {place}"
-            for kind, places in self.differences.items()
-            for place in places
-        ]
-
-
-Run = Callable[[AfterBackward], Trained]
-"""Function that trains, and calls its argument after each step's backwards."""
-
-
-def compared(off: Run, on: Run, rank: Rank, steps: int, *, self_test: bool) -> Compared:
-    """Runs both, and compares their evidence on all ranks.
-
-    Args:
-        off: run with the switch off.
-        on: run with the switch on.
-        rank: this rank.
-        steps: number of steps of each run.
-        self_test: damage one bit of one gradient on the last rank, with the switch on.
-    """
-    first, first_evidence = _observed(off, rank, steps, sabotage=False)
-    second, second_evidence = _observed(on, rank, steps, sabotage=self_test)
-    return Compared(first, second, differences_on_all_ranks(first_evidence, second_evidence, rank))
-
-
-def _observed(
-    run: Run, rank: Rank, steps: int, *, sabotage: bool
-) -> tuple[RunSummary, dict[str, NamedTensors]]:
-    """Runs one and returns its summary and evidence; the model is freed."""
-    recorder = GradientRecorder()
-    trained = run(Saboteur(recorder, rank, at_step=min(1, steps - 1)) if sabotage else recorder)
-    return RunSummary.of(trained), evidence(trained, recorder.gradients)
 
 
 def differences_on_all_ranks(

@@ -2,30 +2,33 @@
 
 In:   a `Sharding` of a model.
 Out:  the sharding with a switch off and on.
-Next: `any_model.py` trains with both.
+Next: `loop.py` trains with both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
-
-from torch import nn
+from typing import Any
 
 from flatfsdp.fp8 import Recipe
+from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.policy import Precision
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings by which a model is sharded and computed.
+    """Settings by which a model is sharded and computed; those after the first two have switches.
 
     Attributes:
         recipe: recipe of `fp8.autocast` around each step; None without FP8.
-        fuses: fusion of weight gradients in layers that support it; None leaves layers as they are.
-        replays: run microbatches as CUDA graphs.
+        flag: `optimize_backward_concat`.
+        in_place: shard the model in place instead of wrapping it.
+        reshard: free parameters after use (ZeRO-3), or keep them for a step (ZeRO-2).
+        fusion: fusion of weight gradients in layers that support it; None leaves layers as they are.
+        cache: cast FP8 weights in the first microbatch of a step only.
+        storage: whether flat buffers really are FP8 if `precision` has `fp8_weights`, or only packed as if.
+        replay: run microbatches as CUDA graphs; on CPUs they are eager.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -33,66 +36,83 @@ class Sharding:
     flag: bool = True
     in_place: bool = False
     reshard: bool = True
-    fuses: Literal["two_pass", True] | None = None
-    replays: bool = False
+    fusion: FuseWgrad | None = None
+    cache: bool = False
+    storage: bool = True
+    replay: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `FlatFSDP`."""
+        precision = self.precision
+        if precision.fp8_weights is not None and not self.storage:
+            precision = replace(precision, fp8_weights="in_layers")
+        return {
+            "precision": precision,
+            "reshard_after_forward": self.reshard,
+            "optimize_backward_concat": self.flag,
+        }
 
 
-class ModelSwitch(str, Enum):
+class Switch(str, Enum):
     """Switches, none of which may change a bit.
 
     flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters resharded
     after forward (ZeRO-3), or not (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
-    FP32; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches as CUDA
-    graphs, or eager.
+    FP32; cache: FP8 weights cast in the first microbatch only, or in each, for models that take
+    `is_first_microbatch`; storage: weights in FP8 in the flat buffers, or cast by each layer; replay:
+    microbatches as CUDA graphs, or eager.
+
+    Attributes:
+        ends: names of the two runs, off and on.
     """
 
-    flag = "flag"
-    in_place = "in-place"
-    reshard = "reshard"
-    fusion = "fusion"
-    storage = "storage"
-    replay = "replay"
+    ends: tuple[str, str]
 
-    @property
-    def ends(self) -> tuple[str, str]:
-        """Names of the two runs, off and on."""
-        names = {
-            ModelSwitch.flag: ("flag off", "flag on"),
-            ModelSwitch.in_place: ("wrapped", "in place"),
-            ModelSwitch.reshard: ("not resharded", "resharded"),
-            ModelSwitch.fusion: ("two passes", "fused"),
-            ModelSwitch.storage: ("16-bit weights", "FP8 weights"),
-            ModelSwitch.replay: ("eager", "replayed"),
-        }
-        return names[self]
+    flag = "flag", "flag off", "flag on"
+    in_place = "in-place", "wrapped", "in place"
+    reshard = "reshard", "not resharded", "resharded"
+    fusion = "fusion", "two passes", "fused"
+    cache = "cache", "cast each", "cast once"
+    storage = "storage", "16-bit weights", "FP8 weights"
+    replay = "replay", "eager", "replayed"
+
+    def __new__(cls, name: str, off: str = "", on: str = "") -> Switch:
+        """Makes a member whose value is its name."""
+        member = str.__new__(cls, name)
+        member._value_, member.ends = name, (off, on)
+        return member
 
     def applied(self, usual: Sharding) -> tuple[Sharding, Sharding]:
         """Returns the sharding with the switch off and on."""
-        changes: dict[ModelSwitch, tuple[dict[str, Any], dict[str, Any]]] = {
-            ModelSwitch.flag: ({"flag": False}, {"flag": True}),
-            ModelSwitch.in_place: ({"in_place": False}, {"in_place": True}),
-            ModelSwitch.reshard: ({"reshard": False}, {"reshard": True}),
-            ModelSwitch.fusion: ({"fuses": "two_pass"}, {"fuses": True}),
-            ModelSwitch.storage: (
-                {"precision": replace(usual.precision, fp8_weights="in_layers")},
-                {"precision": usual.precision},
-            ),
-            ModelSwitch.replay: ({"replays": False}, {"replays": True}),
-        }
-        off, on = changes[self]
-        return replace(usual, **off), replace(usual, **on)
+        if self is Switch.replay:
+            # A cached weight has no address of its own, so it cannot be replayed.
+            usual = replace(usual, cache=False)
+        off = "two_pass" if self is Switch.fusion else False
+        changes: tuple[dict[str, Any], ...] = ({self.name: off}, {self.name: True})
+        return replace(usual, **changes[0]), replace(usual, **changes[1])
 
-    def why_not(self, model: nn.Module, usual: Sharding, on_gpus: bool) -> str | None:
-        """Reason why the switch makes no difference to this model; None if it does."""
-        if self is ModelSwitch.fusion and next(fusing(model), None) is None:
+    def why_not(
+        self, usual: Sharding, microbatches: int, *, on_gpus: bool, fuses: bool, caches: bool
+    ) -> str | None:
+        """Reason why the switch makes no difference; None if it does.
+
+        Args:
+            usual: sharding of the model.
+            microbatches: number of microbatches in a step.
+            on_gpus: whether it runs on GPUs.
+            fuses: whether the model has layers that can fuse their weight gradients.
+            caches: whether the model's forward takes `is_first_microbatch`.
+        """
+        is_stored = usual.precision.fp8_weights is not None
+        if self is Switch.fusion and not fuses:
             return "no layer of the model can fuse its weight gradients (flatfsdp.layers, convert, fuse)"
-        if self is ModelSwitch.storage and usual.precision.fp8_weights is None:
+        if self is Switch.cache and not caches:
+            return "the model's forward does not take is_first_microbatch"
+        if self is Switch.cache and (usual.recipe is None or is_stored or microbatches == 1):
+            return "no layer casts FP8 weights in more than one microbatch of a step"
+        if self is Switch.storage and not is_stored:
             return "no weights are stored in FP8 (Precision(fp8_weights=...))"
-        if self is ModelSwitch.replay and not on_gpus:
+        if self is Switch.replay and not on_gpus:
             return "on CPUs microbatches are not replayed"
         return None
-
-
-def fusing(model: nn.Module) -> Iterator[Any]:
-    """The layers that can fuse their weight gradients."""
-    return (module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation"))

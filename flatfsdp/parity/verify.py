@@ -6,38 +6,73 @@ Out:  a `Parity` with one row a switch, the same on every rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import Rank
-from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss
 from flatfsdp.engine.claim import default_precision
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
-from flatfsdp.parity.any_model import ModelJob, train
-from flatfsdp.parity.evidence import KINDS, Compared, compared
-from flatfsdp.parity.switches import ModelSwitch, Sharding
+from flatfsdp.parity.any_model import ModelJob, fusing
+from flatfsdp.parity.evidence import (
+    KINDS,
+    GradientRecorder,
+    NamedTensors,
+    differences_on_all_ranks,
+    evidence,
+)
+from flatfsdp.parity.loop import MakeTrainee, OnStep, ignore, train
+from flatfsdp.parity.switches import Sharding, Switch
+from flatfsdp.parity.trained import RunSummary
 from flatfsdp.policy import Precision
 from flatfsdp.profiling.figures import to_json
 
 
 @dataclass(frozen=True)
-class ParityRow(Compared):
-    """Comparison of a model's runs with one switch off and on."""
+class Comparison:
+    """Comparison of two runs of a model, with a switch off and on.
 
-    switch: str
+    Attributes:
+        differences: for each kind of evidence, the first difference on each rank that has one: the step, the
+            unit, and the element of a parameter.
+        about: what distinguishes the row from others besides the switch: its `name`, and further facts.
+    """
+
+    switch: Switch
+    off: RunSummary
+    on: RunSummary
+    differences: dict[str, list[str]]
+    about: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def ends(self) -> tuple[str, str]:
-        """Names of the two runs, off and on."""
-        return ModelSwitch(self.switch).ends
+    def name(self) -> str:
+        """The row in words."""
+        return ", ".join(filter(None, (self.about.get("name"), " / ".join(self.switch.ends))))
+
+    @property
+    def equal(self) -> bool:
+        """Whether all bits are equal."""
+        return not any(self.differences.values())
+
+    def lines(self) -> list[str]:
+        """Describes the differences, by kind of evidence and rank."""
+        return [
+            f"{self.name}, {kind}: first difference on {place}"
+            for kind, places in self.differences.items()
+            for place in places
+        ]
+
+    def described(self) -> dict[str, Any]:
+        """The row's entry in JSON."""
+        row = asdict(self)
+        return {**row.pop("about"), **row, "equal": self.equal, "falling": self.on.falling}
 
 
 @dataclass(frozen=True)
@@ -46,11 +81,12 @@ class Parity:
 
     Attributes:
         left_out: switches that make no difference to the model, each with the reason.
+        about: facts about the runs, for the JSON.
     """
 
-    rows: list[ParityRow]
+    rows: list[Comparison]
     left_out: dict[str, str]
-    world_size: int
+    about: dict[str, Any]
 
     @property
     def equal(self) -> bool:
@@ -59,7 +95,7 @@ class Parity:
 
     def differences(self) -> list[str]:
         """One line for each difference."""
-        return [line for row in self.rows for line in row.lines(" / ".join(row.ends))]
+        return [line for row in self.rows for line in row.lines()]
 
     def require(self) -> None:
         """Raises AssertionError, with all differences, unless everything is equal."""
@@ -68,23 +104,19 @@ class Parity:
 
     def json(self) -> str:
         """The result as JSON."""
-        rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
-        about = {"world_size": self.world_size, "left_out": self.left_out}
-        return to_json({"equal": self.equal, **about, "rows": rows}, indent=2)
+        rows = [row.described() for row in self.rows]
+        return to_json({"equal": self.equal, **self.about, "rows": rows, "left_out": self.left_out}, indent=2)
 
     def __str__(self) -> str:
-        lines: list[tuple[str, ...]] = [("off", "on", "final loss", *KINDS)]
-        for row in self.rows:
-            verdicts = ("DIFFER" if places else "equal" for places in row.differences.values())
-            lines.append((*row.ends, f"{row.off.losses[-1]:.6f}", *verdicts))
-        return "\n".join([plain_table(lines, right={2}), *self.differences()])
+        equal = f"equal {', '.join(KINDS)}"
+        return "\n".join("\n".join(row.lines()) or f"{row.name}: {equal}" for row in self.rows)
 
 
 def verify(
     build_model: BuildModel,
     batches: Batches,
     *,
-    switches: Iterable[ModelSwitch | str] | None = None,
+    switches: Iterable[Switch | str] | None = None,
     precision: Precision | None = None,
     recipe: Recipe | None = None,
     policy: WrapPolicy | None = None,
@@ -111,7 +143,7 @@ def verify(
         build_model: function that returns the unsharded model.
         batches: function of rank and world size that yields a batch for each microbatch, the same ones each
             time.
-        switches: names of `ModelSwitch`; default: all that make a difference to the model.
+        switches: names of `Switch`; default: all that make a difference to the model.
         precision: dtypes, as for `FlatFSDP`.
         policy: policy that picks units, as for `auto_wrap`; default: the items of the outermost lists of
             modules, such as the layers of a Hugging Face model.
@@ -128,15 +160,30 @@ def verify(
     Raises:
         ValueError: for a switch that is unknown or makes no difference to the model; if batches end early, or
             there is no loss.
+        RuntimeError: if no microbatch was replayed, and the switch is "replay".
     """
     job = ModelJob(build_model, batches, policy, loss, steps, microbatches, lr, max_norm, seed)
     rank = Rank(dist.get_rank(), dist.get_world_size(), _device(device))
-    torch.manual_seed(seed)
-    model = build_model()
+    model = job.built()
     usual = Sharding(precision or default_precision(dict(model.named_parameters())), recipe)
-    chosen, left_out = _chosen(switches, model, usual, rank.device.type == "cuda")
-    rows = [_compare(job, switch, usual, rank, self_test) for switch in chosen]
-    return Parity(rows, left_out, rank.world)
+    fuses = next(fusing(model), None) is not None
+    caches = loss is None and "is_first_microbatch" in inspect.signature(model.forward).parameters
+    wanted = list(Switch) if switches is None else [Switch(switch) for switch in switches]
+    on_gpus = rank.device.type == "cuda"
+    why_not = {
+        switch: switch.why_not(usual, microbatches, on_gpus=on_gpus, fuses=fuses, caches=caches)
+        for switch in wanted
+    }
+    left_out = {switch.value: why for switch, why in why_not.items() if why is not None}
+    if switches is not None and left_out:
+        raise ValueError("; ".join(f"switch {name!r}: {why}" for name, why in left_out.items()))
+    rows = [
+        compare(job.trainee, switch, usual, rank, self_test=self_test)
+        for switch in wanted
+        if why_not[switch] is None
+    ]
+    options = {"steps": steps, "microbatches": microbatches, "lr": lr, "max_norm": max_norm, "seed": seed}
+    return Parity(rows, left_out, {"world_size": rank.world, "options": options})
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -145,23 +192,39 @@ def _device(device: torch.device | str | None) -> torch.device:
     return indexed(torch.device(device))
 
 
-def _chosen(
-    switches: Iterable[ModelSwitch | str] | None, model: nn.Module, usual: Sharding, on_gpus: bool
-) -> tuple[list[ModelSwitch], dict[str, str]]:
-    """Chooses the switches that make a difference, and says why others do not.
+def compare(
+    make: MakeTrainee,
+    switch: Switch,
+    usual: Sharding,
+    rank: Rank,
+    *,
+    self_test: bool = False,
+    on_step: OnStep = ignore,
+    about: dict[str, Any] | None = None,
+) -> Comparison:
+    """Trains with a switch off and on, and compares the evidence of all ranks; the same on every rank.
 
-    Raises:
-        ValueError: if one that was asked for makes none.
+    Args:
+        make: function that makes the model.
+        switch: the switch.
+        usual: sharding, apart from the switch.
+        rank: this rank.
+        self_test: damage one bit of one gradient on the last rank, with the switch on.
+        on_step: called after every step of both runs.
+        about: facts about the row.
     """
-    wanted = list(ModelSwitch) if switches is None else [ModelSwitch(switch) for switch in switches]
-    why_not = {switch: switch.why_not(model, usual, on_gpus) for switch in wanted}
-    left_out = {switch.value: why for switch, why in why_not.items() if why is not None}
-    if switches is not None and left_out:
-        raise ValueError("; ".join(f"switch {name!r}: {why}" for name, why in left_out.items()))
-    return [switch for switch in wanted if why_not[switch] is None], left_out
+    # On one rank only, and not the one that reports: the verdict must come from all ranks.
+    damages = self_test and rank.index == rank.world - 1
+    off, on = switch.applied(usual)
+    first, first_evidence = _observed(make, off, rank, on_step, GradientRecorder())
+    second, second_evidence = _observed(make, on, rank, on_step, GradientRecorder(damages))
+    differences = differences_on_all_ranks(first_evidence, second_evidence, rank)
+    return Comparison(switch, first, second, differences, about or {})
 
 
-def _compare(job: ModelJob, switch: ModelSwitch, usual: Sharding, rank: Rank, self_test: bool) -> ParityRow:
-    off, on = (partial(train, job, sharding, rank) for sharding in switch.applied(usual))
-    found = compared(off, on, rank, job.steps, self_test=self_test)
-    return ParityRow(**vars(found), switch=switch.value)
+def _observed(
+    make: MakeTrainee, sharding: Sharding, rank: Rank, on_step: OnStep, recorder: GradientRecorder
+) -> tuple[RunSummary, dict[str, NamedTensors]]:
+    """Runs one and returns its summary and evidence; the model is freed."""
+    trained = train(make, sharding, rank, on_step, recorder)
+    return trained.summary, evidence(trained, recorder.gradients)

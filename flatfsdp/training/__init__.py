@@ -1,1 +1,1 @@
-"""Training loops whose settings determine every number: for commands, examples and benchmarks."""
+"""Trainings of the built-in models, whose settings determine every number: for commands and benchmarks."""

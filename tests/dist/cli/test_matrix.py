@@ -13,24 +13,18 @@ from typer.testing import CliRunner
 
 from flatfsdp import Precision
 from flatfsdp.cli.app import app
-from flatfsdp.cli.matrix import (
-    FP8,
-    IN_PLACE,
-    MatrixComparison,
-    MatrixPlan,
-    MatrixReport,
-    MatrixRow,
-    all_rows,
-    matrix_on_rank,
-)
-from flatfsdp.cli.verify import Switch
+from flatfsdp.cli.matrix import FP8, IN_PLACE, all_rows, matrix_plan
+from flatfsdp.cli.report import left_out_lines
+from flatfsdp.cli.verify import rows_on_rank
 from flatfsdp.comm.launch import Device, Rank
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.fp8 import BlockScaling, CurrentScaling
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
+from flatfsdp.parity import Comparison, Switch
 from flatfsdp.training.choices import Fusion
+from flatfsdp.training.settings import Configuration
 from tests.support.ranks import run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
@@ -38,22 +32,20 @@ STEPS = 3
 
 
 def compared(
-    rank: int,
-    world_size: int,
-    rows: list[MatrixRow],
-    out: Path,
-    layers: int = 4,
-    steps: int = STEPS,
-    switch: Switch = Switch.flag,
-) -> list[MatrixComparison]:
-    plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps, "switch": [switch]})
-    report = MatrixReport([], [], replace(plan, rows=tuple(rows)))
-    return matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), (report, out)).compared
+    rank: int, world_size: int, words: list[str], file: Path, switch: Switch = Switch.flag, **given: int
+) -> list[Comparison]:
+    options = {"only": words, "steps": STEPS, "switch": [switch], **given}
+    plan = matrix_plan(Device.cpu, world_size, options)
+    return rows_on_rank(Rank(rank, world_size, torch.device("cpu")), (plan, plan.empty_report(), file)).rows
 
 
-def rows_of(world_size: int, *words: str) -> list[MatrixRow]:
-    rows = (row for row in all_rows() if row.parallelism.world == world_size)
-    return [row for row in rows if any(word in row.name for word in words)]
+def names_of(world_size: int) -> list[str]:
+    return [row.name for row in all_rows() if ranks_of(row).world == world_size]
+
+
+def ranks_of(row: Configuration) -> Parallelism:
+    assert row.parallelism is not None
+    return row.parallelism
 
 
 @pytest.mark.parametrize(
@@ -66,9 +58,8 @@ def rows_of(world_size: int, *words: str) -> list[MatrixRow]:
 def test_rows_are_equal_and_every_rank_knows_it(
     world_size: int, words: list[str], number: int, tmp_path: Path
 ) -> None:
-    rows = rows_of(world_size, *words)
-    assert len(rows) == number
-    first, *others = run_ranks(world_size, compared, rows, tmp_path)
+    first, *others = run_ranks(world_size, compared, words, tmp_path / "verify.json")
+    assert len(first) == number
     for found in first:
         assert found.differences == {kind: [] for kind in KINDS}
         assert len(found.on.losses) == STEPS
@@ -78,13 +69,13 @@ def test_rows_are_equal_and_every_rank_knows_it(
         assert found.on.bytes_per_parameter.get("concat", 0) == 0
         assert found.off.bytes_per_parameter["concat"] > 0
         assert found.on.local_bytes < found.off.local_bytes
-    verdicts = [(found.row, found.differences, found.on.losses) for found in first]
+    verdicts = [(found.about, found.differences, found.on.losses) for found in first]
     for theirs in others:
-        assert [(found.row, found.differences, found.on.losses) for found in theirs] == verdicts
+        assert [(found.about, found.differences, found.on.losses) for found in theirs] == verdicts
 
 
 def test_the_reference_is_there() -> None:
-    names = {row.name for row in rows_of(8, "")}
+    names = set(names_of(8))
     for precision in ("bf16", "fp8-delayed"):
         for schedule in ("gpipe", "1f1b", "interleaved"):
             assert f"pp 2 x dp_shard 2 x tp 2 + SP, {schedule}, {precision}, zero2" in names
@@ -95,22 +86,23 @@ def test_the_reference_is_there() -> None:
 
 
 def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
-    plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["pp 2"], "precision": [FP8], "steps": 7})
-    assert [row.name for row in plan.rows] == [
+    options = {"layers": 2, "only": ["pp 2"], "precision": [FP8], "steps": 7}
+    plan = matrix_plan(Device.cpu, 2, options)
+    assert [row.configuration.name for row in plan.rows] == [
         "pp 2, gpipe, fp8-delayed, zero3, wgrad off",
         "pp 2, 1f1b, fp8-delayed, zero3",
     ]
-    assert (plan.settings.steps, plan.settings.model.layers) == (7, 2)
-    reasons = " ".join(plan.left_out_lines())
+    assert {(row.settings.steps, row.settings.model.layers) for row in plan.rows} == {(7, 2)}
+    reasons = " ".join(left_out_lines(plan.empty_report()))
     assert "they need 4 ranks: pp 2 x tp 2 + SP (3), " in reasons
     assert "2 layers cannot be split into 4 stages" in reasons
-    fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
-    assert {(row.parallelism, row.schedule) for row in fused.rows} == {(Parallelism(pp=2), "interleaved")}
+    fused = [row.configuration for row in matrix_plan(Device.cpu, 2, {"fusion": [Fusion.two_pass]}).rows]
+    assert {(row.parallelism, row.schedule) for row in fused} == {(Parallelism(pp=2), "interleaved")}
 
 
 def test_the_rows_in_place_are_there() -> None:
-    plans = [MatrixPlan.of(Device.cpu, ranks, {"switch": [Switch.in_place]}) for ranks in (2, 4, 8)]
-    names = [row.name for plan in plans for row in plan.rows]
+    plans = [matrix_plan(Device.cpu, ranks, {"switch": [Switch.in_place]}) for ranks in (2, 4, 8)]
+    names = [row.configuration.name for plan in plans for row in plan.rows]
     assert sorted(names) == sorted(IN_PLACE)
     assert [len(plan.rows) for plan in plans] == [5, 5, 2]
 
@@ -118,25 +110,33 @@ def test_the_rows_in_place_are_there() -> None:
 @pytest.mark.parametrize(("world_size", "number"), [(2, 2), (4, 1)])
 def test_rows_in_place_are_equal_to_wrapped_ones(world_size: int, number: int, tmp_path: Path) -> None:
     words = ["pp 2, interleaved, bf16", "tp 2 + SP, fp8-weights", "pp 2 x dp_shard 2, 1f1b, fp8-delayed"]
-    rows = [row for row in rows_of(world_size, *words) if row.name in IN_PLACE]
+    rows = run_ranks(world_size, compared, words, tmp_path / "verify.json", Switch.in_place)[0]
     assert len(rows) == number
-    for found in run_ranks(world_size, compared, rows, tmp_path, 4, STEPS, Switch.in_place)[0]:
+    for found in rows:
         assert found.differences == {kind: [] for kind in KINDS}
         assert found.on.losses == found.off.losses
         assert found.on.falling
 
 
-def stops(rank: int, world_size: int, rows: list[MatrixRow], out: Path) -> None:
-    with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
-        compared(rank, world_size, rows, out, layers=2, steps=1)
+def stops(rank: int, world_size: int, file: Path) -> None:
+    plan = matrix_plan(
+        Device.cpu,
+        world_size,
+        {"only": ["pp 2, 1f1b, fp8-delayed", "pp 2, interleaved, fp8-delayed"], "steps": 1},
+    )
+    good, bad = plan.rows
+    settings = replace(bad.settings, model=replace(bad.settings.model, ffn=72))
+    plan = replace(plan, rows=(good, replace(bad, settings=settings)))
+    with pytest.raises(ValueError, match="in_features is 72"):
+        rows_on_rank(Rank(rank, world_size, torch.device("cpu")), (plan, plan.empty_report(), file))
 
 
 def test_a_run_that_is_stopped_leaves_what_it_found(tmp_path: Path) -> None:
-    rows = rows_of(2, "pp 2, 1f1b, bf16", "pp 2, interleaved, bf16")
-    run_ranks(2, stops, rows, tmp_path)
-    report = json.loads((tmp_path / "verify-matrix.json").read_text())
-    assert [row["name"] for row in report["rows"]] == [rows[0].name]
-    assert report["not_run"] == [rows[1].name] and report["equal"]
+    file = tmp_path / "verify.json"
+    run_ranks(2, stops, file)
+    report = json.loads(file.read_text())
+    assert [row["name"] for row in report["rows"]] == ["pp 2, 1f1b, fp8-delayed, zero3"]
+    assert report["not_run"] == ["pp 2, interleaved, fp8-delayed, zero3, wgrad two-pass"] and report["equal"]
 
 
 def refuses(rank: int, world_size: int) -> None:
@@ -188,7 +188,7 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
     assert report == json.loads((tmp_path / "verify-matrix.json").read_text())
     (row,) = report["rows"]
     assert row["name"] == "pp 2, 1f1b, fp32, zero3"
-    assert row["row"]["parallelism"]["pp"] == 2 and row["row"]["schedule"] == "1f1b"
+    assert (row["ranks"], row["precision"], row["strategy"], row["fusion"]) == (2, "fp32", "zero3", "")
     assert (report["options"]["steps"], report["environments"][0]["world_size"]) == (2, 2)
     assert not row["equal"] and not report["equal"]
     # The last rank has stage 1 alone.
@@ -203,7 +203,7 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
         (["--switch", "fusion"], "choose --switch flag or --switch in-place"),
         (["--switch", "flag", "--switch", "in-place"], "choose --switch flag or --switch in-place"),
         (["--only", "pp 3"], "no row of the matrix can run here"),
-        (["--ranks", "3"], "as they need 4 ranks"),
+        (["--ranks", "3"], "they need 4 ranks"),
         (["--steps", "0"], "--steps"),
         (["--heads", "1", "--only", "tp 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
         (["--seq", "33", "--only", "+ SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),

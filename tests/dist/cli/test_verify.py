@@ -31,9 +31,10 @@ def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
     report = written(tmp_path)
     names = [(row["precision"], row["strategy"]) for row in report["rows"]]
     assert names == [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero2"), ("bf16", "zero3")]
-    assert report["equal"]
-    assert report["environment"]["world_size"] == 2 and report["environment"]["gpus"] == 0
-    assert report["options"]["settings"]["microbatches"] == 4
+    assert report["equal"] and report["not_run"] == []
+    (environment,) = report["environments"]
+    assert environment["world_size"] == 2 and environment["gpus"] == 0
+    assert report["options"]["microbatches"] == 4
     for row in report["rows"]:
         assert row["differences"] == {kind: [] for kind in KINDS}
         assert row["falling"]
@@ -86,7 +87,7 @@ def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
     gradients = row["differences"]["gradients"][-1]
     assert gradients.startswith("rank 1: step 1, ")
     assert " 1 of " in gradients
-    assert f"fp32 zero3, flag off / flag on, gradients: first difference on {gradients}" in " ".join(
+    assert f"fp32, zero3, flag off / flag on, gradients: first difference on {gradients}" in " ".join(
         done.stdout.split()
     )
 
@@ -128,7 +129,7 @@ def test_train_writes_its_losses(tmp_path: Path) -> None:
     options = ("--steps", "6", "--precision", "fp32", "--out", tmp_path)
     done = run_program("-m", "flatfsdp", "train", *TINY, *options)
     assert done.returncode == 0, done.stderr
-    assert "fp32 zero3 flag on, world size 2: loss " in done.stdout
+    assert "fp32, zero3, flag on, world size 2: loss " in done.stdout
     losses = json.loads((tmp_path / "train.json").read_text())["run"]["losses"]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
@@ -161,12 +162,15 @@ def test_senseless_options_are_explained(
     assert not list(tmp_path.iterdir())
 
 
-def test_replays_are_refused_without_gpus(tmp_path: Path) -> None:
-    """Both runs would be eager, so their equality would prove nothing."""
+def test_switches_that_make_no_difference_are_refused(tmp_path: Path) -> None:
+    """Both runs would be the same, so their equality would prove nothing."""
     out = tmp_path / "out"
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     result = runner.invoke(app, ["verify", "--device", "cpu", "--switch", "replay", "--out", str(out)])
-    assert result.exit_code == 2 and "--switch replay needs GPUs" in result.output
+    assert result.exit_code == 2 and "--switch replay: on CPUs microbatches are not replayed" in result.output
+    useless = ["--switch", "storage", "--precision", "fp8-delayed"]
+    result = runner.invoke(app, ["verify", "--device", "cpu", *useless, "--out", str(out)])
+    assert result.exit_code == 2 and "--switch storage: no weights are stored in FP8" in result.output
     result = runner.invoke(app, ["verify", "--matrix", "--switch", "replay", "--out", str(out)])
     assert result.exit_code == 2 and "choose --switch flag or --switch in-place" in result.output
     assert not out.exists()
@@ -193,8 +197,8 @@ def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
             "--hidden does not apply to a",
         ),
         (
-            ["--model", "json:loads", "--batches", "json:loads", "--switch", "cache"],
-            "--switch cache needs a mo",
+            ["--model", "json:loads", "--batches", "json:loads", *2 * ["--precision", "fp32"]],
+            "--model takes one --precision, not 2",
         ),
         (["--model", "json:loads", "--batches", "json:loads", "--matrix"], "--matrix does not apply to a"),
     ],

@@ -2,13 +2,14 @@
 
 In:   a model in training, and a function that runs one microbatch of it.
 Out:  the same model, after an evaluation, a failed microbatch, or the load of a state dict.
-Next: `gpt.py` does all of these in a run that is interrupted.
+Next: `any_model.py` does all of these in a run that is interrupted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,29 +21,26 @@ EVERY = 4
 """Number of steps from one interruption to the next, which is of another kind."""
 
 
+@dataclass
 class Interruptions:
     """Interrupts a training before each fourth step.
 
     In turn: an evaluation, a microbatch that raises, a step of shorter microbatches, and a load of the state
     dict from the last evaluation.
 
-    Args:
-        microbatch: function that runs forward and backward.
-        loss: function that computes the loss of one microbatch, with its graph; used in evaluations.
+    Attributes:
+        microbatch: function of a batch, tokens and targets, that runs forward and backward.
+        loss: function that computes the loss of a batch, with its graph; used in evaluations.
         region: function that makes the autocast context around these.
+        saved: state dict of the last evaluation.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        microbatch: Callable[..., Tensor],
-        loss: Callable[..., Tensor],
-        region: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._microbatch, self._loss, self._region = microbatch, loss, region
-        self._saved: dict[str, Tensor] = {}
+    model: Any
+    optimizer: torch.optim.Optimizer
+    microbatch: Callable[[Batch], Tensor]
+    loss: Callable[[Batch], Tensor]
+    region: Callable[[], AbstractContextManager[Any]]
+    saved: dict[str, Tensor] = field(default_factory=dict)
 
     def before(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
         """Interrupts if it is time; returns the step's microbatches."""
@@ -58,24 +56,24 @@ class Interruptions:
             # Half of the sequences, or half of each sequence.
             return [tuple(_half(tensor) for tensor in batch) for batch in batches]
         else:
-            self._model.load_state_dict(self._saved)
+            self.model.load_state_dict(self.saved)
         return list(batches)
 
     def _evaluate(self, batch: Batch) -> None:
-        self._saved = {name: value.clone() for name, value in self._model.state_dict().items()}
-        self._model.eval()
-        with torch.no_grad(), self._region():
-            self._loss(*batch)
-        self._model.train()
+        self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.model.eval()
+        with torch.no_grad(), self.region():
+            self.loss(batch)
+        self.model.train()
 
     def _fail(self, batch: Batch) -> None:
         """Runs a microbatch whose targets do not fit, which raises between its forward and its backward."""
         tokens_bt, targets_bt = batch
         try:
-            with self._region():
-                self._microbatch(tokens_bt, targets_bt[:, 1:].contiguous())
+            with self.region():
+                self.microbatch((tokens_bt, targets_bt[:, 1:].contiguous()))
         except (RuntimeError, ValueError):
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
             return
         raise AssertionError("targets of another length than the tokens made no error")
 

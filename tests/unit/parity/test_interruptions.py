@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.training.interruptions import Interruptions
+from flatfsdp.parity.interruptions import Interruptions
 
 BATCH = (torch.zeros(4, 6), torch.zeros(4, 6))
 
@@ -21,7 +21,8 @@ class Recorded(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
         self.seen: list[str] = []
 
-    def loss(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens_bt, targets_bt = batch
         if tokens_bt.shape != targets_bt.shape:
             self.seen.append("raises")
             raise ValueError("shapes")
@@ -29,8 +30,8 @@ class Recorded(nn.Module):
         self.seen.append("evaluated" if is_evaluated else "trained")
         return self.weight.sum()
 
-    def microbatch(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
-        loss = self.loss(tokens_bt, targets_bt)
+    def microbatch(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self.loss(batch)
         loss.backward()
         return loss.detach()
 
@@ -67,7 +68,7 @@ def test_one_sequence_is_cut() -> None:
 def test_a_microbatch_that_does_not_raise_is_no_interruption() -> None:
     model = Recorded()
     interruptions = Interruptions(
-        model, torch.optim.SGD(model.parameters()), lambda *batch: torch.ones(()), model.loss, nullcontext
+        model, torch.optim.SGD(model.parameters()), lambda batch: torch.ones(()), model.loss, nullcontext
     )
     with pytest.raises(AssertionError, match="made no error"):
         interruptions.before(7, [BATCH])

@@ -1,0 +1,147 @@
+"""The training loop: steps of several microbatches of a model, however it is sharded.
+
+In:   a function that makes a `Trainee`, and a `Sharding`.
+Out:  a `Trained`: measurements of every step, and the model and the optimizer at the end.
+Next: `evidence.py` compares what two of them leave behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm.launch import Rank
+from flatfsdp.flat.nested import map_tensors
+from flatfsdp.parity.switches import Sharding
+from flatfsdp.parity.trained import RunSummary, Trained
+
+OnStep = Callable[[float, float], None]
+"""Callback with the loss and the milliseconds of a step, after every step."""
+
+AfterBackward = Callable[[int, "Trainee"], None]
+"""Callback with the number of a step, when a step's gradients are reduced and not yet clipped."""
+
+
+def ignore(*_: object) -> None:
+    """An `OnStep` and `AfterBackward` that does nothing."""
+
+
+def unchanged(step: int, batches: list[Any]) -> list[Any]:
+    """A `before_step` that does nothing."""
+    return batches
+
+
+@dataclass(frozen=True, eq=False)
+class Trainee:
+    """A fresh model, ready for its first step.
+
+    Attributes:
+        model: this rank's part of the model.
+        roots: the sharded modules in it: itself, or the stages of a pipeline.
+        steps: number of optimizer steps.
+        microbatches: number of microbatches in a step.
+        batches: batches of this rank, one for each microbatch of each step.
+        forward_backward: function that runs the microbatches of a step and reduces gradients; returns their
+            losses, 0-dim each, or none on a rank that has none.
+        update: function that clips gradients, updates parameters, and returns the norm before clipping.
+        with_losses: ranks of the losses that count; default: all.
+        before_step: function of a step and its batches that returns the batches to train on.
+        at_end: called after the last step.
+    """
+
+    model: nn.Module
+    roots: Sequence[Any]
+    optimizer: torch.optim.Optimizer
+    steps: int
+    microbatches: int
+    batches: Iterable[Any]
+    forward_backward: Callable[[list[Any]], list[Tensor]]
+    update: Callable[[], Tensor]
+    with_losses: list[int] | slice = field(default_factory=lambda: slice(None))
+    before_step: Callable[[int, list[Any]], list[Any]] = unchanged
+    at_end: Callable[[], None] = ignore
+
+
+MakeTrainee = Callable[[Sharding, Rank], Trainee]
+"""Function that builds a model and shards it.  Collective."""
+
+
+def train(
+    make: MakeTrainee,
+    sharding: Sharding,
+    rank: Rank,
+    on_step: OnStep = ignore,
+    after_backward: AfterBackward = ignore,
+) -> Trained:
+    """Trains a fresh model; equal arguments give equal bits if the kernels are deterministic.
+
+    Raises:
+        ValueError: if there are too few batches, or no loss.
+        RuntimeError: if microbatches should have been replayed on a GPU, and none was.
+    """
+    trainee = make(sharding, rank)
+    count = trainee.microbatches
+    ledgers = [root.fsdp_state.shared.ledger for root in trainee.roots]
+    losses, norms, times, local_losses = [], [], [], []
+    batches = iter(trainee.batches)
+    for step in range(trainee.steps):
+        of_step = [_moved(batch, rank.device) for batch in islice(batches, count)]
+        if len(of_step) < count:
+            raise ValueError(
+                f"batches ended in step {step} on rank {rank.index}; {trainee.steps} steps of {count} "
+                f"microbatches need {trainee.steps * count} of them"
+            )
+        of_step = trainee.before_step(step, of_step)
+        for ledger in ledgers:
+            ledger.reset()
+        start = _now(rank.device)
+        found = trainee.forward_backward(of_step)
+        losses_m = torch.stack(found).float() if found else torch.empty(0, device=rank.device)
+        reduced = _now(rank.device)
+        after_backward(step, trainee)
+        resumed = _now(rank.device)
+        norms.append(float(trainee.update()))
+        trainee.optimizer.zero_grad()
+        times.append(1e3 * (_now(rank.device) - resumed + reduced - start))
+        local_losses.append(losses_m.cpu())
+        sent = losses_m if found else torch.zeros(count, device=rank.device)
+        losses.append(_mean(sent, rank.world, trainee.with_losses))
+        on_step(losses[-1], times[-1])
+    trainee.at_end()
+    kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
+    parameters = max(sum(ledger.parameters for ledger in ledgers), 1)
+    moved = {kind: sum(ledger.bytes[kind] for ledger in ledgers) / parameters for kind in kinds}
+    return Trained(
+        RunSummary.of(losses, norms, times, moved),
+        torch.stack(local_losses),
+        trainee.model,
+        trainee.optimizer,
+    )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def _now(device: torch.device) -> float:
+    """Time in seconds, after everything launched so far has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _mean(losses_m: Tensor, world: int, ranks: list[int] | slice) -> float:
+    """Mean of the losses of these ranks, added up in one fixed order on every rank.
+
+    Losses are gathered, not all-reduced, because the backend would choose the order of additions.
+    """
+    gathered = [torch.empty_like(losses_m) for _ in range(world)]
+    dist.all_gather(gathered, losses_m)
+    return float(torch.stack(gathered).cpu()[ranks].mean())
