@@ -63,7 +63,8 @@ def _around(
     try:
         outputs = compute(*args, **kwargs)
     except BaseException:
-        unit.after_failure()
+        # A write to a parameter may be why: PyTorch refuses some views for that.
+        unit.writes.end()
         raise
     finally:
         unit.uses -= 1

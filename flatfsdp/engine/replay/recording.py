@@ -172,7 +172,8 @@ def _abandon(root: Root) -> None:
     # Without waiting: events of a capture that was given up never happen.
     root.reducer.forget()
     for group in root.groups:
-        group.forget_gather()
+        # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
+        group.become(group.state.copy())
     root.abandon_step()
 
 

@@ -189,15 +189,6 @@ class DrivenUnit(Unit):
             self.reshard()
         return outputs
 
-    @never_traced
-    def after_failure(self) -> None:
-        """Ends a forward that has failed.
-
-        Raises:
-            RuntimeError: if it has written to a parameter: PyTorch may have refused a view for that.
-        """
-        self.writes.end()
-
     def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
         """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
         if not torch.is_grad_enabled() or in_backward():

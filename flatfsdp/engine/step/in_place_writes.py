@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.torch_private import never_traced
 
 
 class WriteCheck:
@@ -50,6 +51,7 @@ class WriteCheck:
                 "calls reset_parameters)"
             )
 
+    @never_traced
     def end(self) -> None:
         """Checks for writes inside a forward that has ended or failed.
 

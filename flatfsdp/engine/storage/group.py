@@ -242,10 +242,6 @@ class FlatGroup:
         self.state.changes += 1
         self.state.shard = ShardState.GATHERING
 
-    def forget_gather(self) -> None:
-        """Forgets the event of a gather that never runs, so that nothing waits for it."""
-        self._gathered = None
-
     def wait(self) -> None:
         """Makes the compute stream wait until the parameters are gathered."""
         if self.state.shard is ShardState.GATHERING:
