@@ -26,7 +26,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.torch_private import never_traced, once_differentiable
+from flatfsdp.torch_private import Function, never_traced, once_differentiable
 
 ReductionKind = Literal["mean", "sum", "none"]
 
@@ -65,15 +65,18 @@ def cross_entropy(
     if inplace_backward:
         _require_result(logits)
     matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
-    loss: Tensor = _CrossEntropy.apply(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
+    loss: Tensor = CrossEntropyNode.run(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
     return loss.view_as(targets) if reduction == "none" else loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropyNode(Function):
+    """Autograd node of the loss of logits [tokens, columns of this rank]."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, how: Reduction, ranks: Ranks, inplace_backward: bool
     ) -> Tensor:
+        """Reads the logits once."""
         cols = logits.shape[1]
         first = ranks.rank * cols
         how.require_ids(targets, ranks.size * cols)
@@ -85,6 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradient of the logits, over them if `inplace_backward`."""
         logits, targets, largest, log_sum = ctx.saved_tensors
         grad = cross_entropy_grad(
             logits.detach(),
