@@ -83,7 +83,7 @@ class CallInput(NamedTuple):
         Raises:
             ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         """
-        return _ready(owner, (of,), inp, _matrix(owner, of, inp), self.casts[1:])
+        return prepare(owner, inp, of, casts=self.casts[1:])
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
         """Appends to another matrix of the same tokens as many rows as `x` got."""
@@ -94,7 +94,7 @@ class CallInput(NamedTuple):
         return rows.narrow(0, 0, rows.shape[0] - self.added) if self.added else rows
 
 
-def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
+def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf, casts: list[Casts] | None = None) -> CallInput:
     """Checks the input of a call and decides how the call casts.
 
     With delayed scaling, a training forward counts as one use of the owner's scales, which roll afterwards:
@@ -104,13 +104,32 @@ def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
         owner: the layer.
         inp: input of the first map, [..., in_features].
         maps: all of `owner.linear_maps`, in order.
+        casts: those of the maps, if the call has begun (`CallInput.of_next`).
 
     Raises:
         ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         RuntimeError: if the device has no FP8.
     """
-    matrix = _matrix(owner, maps[0], inp)
-    return _ready(owner, maps, inp, matrix, owner.casts(inp.device))
+    weight = maps[0].weight
+    features = weight.shape[0 if maps[0].transposed else 1]
+    x = as_matrix(inp, features, activation_dtype(inp, owner, weight), owner)
+    exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
+    leading = exchanges[0].leading_shape(type(owner).__name__, inp.shape)
+    if casts is None:
+        casts = owner.casts(inp.device)
+    if casts[0].recipe is None:
+        return CallInput(inp, x, leading, casts)
+    # With one matrix split by rows over ranks, rows appended on one rank would lie in the middle of it.
+    added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
+    if added:
+        x = _with_rows(x, added)
+    tokens = exchanges[0].tokens(x.shape[0])
+    for name, weight, _, transposed in maps:
+        out_features, in_features = weight.shape
+        if transposed:
+            out_features, in_features = in_features, out_features
+        require_fp8_shape(owner, name, tokens, in_features, out_features)
+    return CallInput(inp, x, leading, casts, added)
 
 
 def linear(
@@ -233,40 +252,6 @@ def _called(
     return Called(out.view(*leading, out.shape[1]), kept, ready.unpadded(summed))
 
 
-def _ready(
-    owner: MatmulLayer,
-    maps: Sequence[MapOf],
-    inp: Tensor,
-    matrix: tuple[Tensor, tuple[int, ...]],
-    casts: list[Casts],
-) -> CallInput:
-    """The input of the first of these maps, in the form that its GEMMs read."""
-    x, leading = matrix
-    if casts[0].recipe is None:
-        return CallInput(inp, x, leading, casts)
-    exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
-    # With one matrix split by rows over ranks, rows appended on one rank would lie in the middle of it.
-    added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
-    if added:
-        x = _with_rows(x, added)
-    tokens = exchanges[0].tokens(x.shape[0])
-    for name, weight, _, transposed in maps:
-        out_features, in_features = weight.shape
-        if transposed:
-            out_features, in_features = in_features, out_features
-        require_fp8_shape(owner, name, tokens, in_features, out_features)
-    return CallInput(inp, x, leading, casts, added)
-
-
 def _with_rows(rows: Tensor, added: int) -> Tensor:
     """Appends the last row of a matrix `added` times."""
     return torch.cat([rows, rows[-1:].expand(added, -1)])
-
-
-def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The fields `x` and `leading` of a `CallInput`."""
-    x = as_matrix(
-        inp, of.weight.shape[0 if of.transposed else 1], activation_dtype(inp, owner, of.weight), owner
-    )
-    exchange = owner.exchanges.get(of.name, UNSPLIT)
-    return x, exchange.leading_shape(type(owner).__name__, inp.shape)

@@ -63,11 +63,6 @@ class LayerNormLinear(NormFirst, Projection):
         self._add_norm(in_features, NormKind.named(normalization, eps, zero_centered_gamma))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialises the parameters in place; does nothing on the meta device."""
-        super().reset_parameters()
-        self._reset_norm()
-
     @never_traced
     def forward(
         self,
