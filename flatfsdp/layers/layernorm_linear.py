@@ -92,15 +92,12 @@ class LayerNormLinear(NormFirst, Projection):
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
             RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
-        bias = self._whole_bias()
+        bias = self._whole("bias")
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
         called = norm_linear(
-            self,
+            prepare(self, inp, of, is_first_microbatch=is_first_microbatch),
             self._norm_of(),
-            of,
-            prepare(self, inp, of),
             residual=residual,
             keep=self.return_layernorm_output,
-            is_first_microbatch=is_first_microbatch,
         )
         return self._results(called, bias, inp, return_residual=return_residual)

@@ -136,16 +136,12 @@ class LayerNormMLP(NormFirst):
         bias = self.fc2_bias
         fc2 = MapOf("fc2_weight", self.fc2_weight, None if self.return_bias else bias)
         called = norm_mlp(
-            self,
+            prepare(self, inp, fc1, fc2, is_first_microbatch=is_first_microbatch),
             self._norm_of(),
-            fc1,
-            fc2,
-            prepare(self, inp, fc1, fc2),
             self.activation,
             residual=residual,
             keep=self.return_layernorm_output,
             checkpoint=self.checkpoint,
-            is_first_microbatch=is_first_microbatch,
         )
         return self._results(called, bias, inp, return_residual=return_residual)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,23 +52,34 @@ Result = TypeVar("Result", NormForward, Outputs)
 
 
 def cast_by(
-    kernel: Callable[..., Result], quantizer: Quantizer, *, columnwise: bool, keep: bool = False
+    kernel: Callable[..., Result],
+    *inputs: Any,
+    quantizer: Quantizer,
+    columnwise: bool,
+    keep: bool = False,
+    **options: Any,
 ) -> tuple[Operand, Result]:
     """Computes the input of a GEMM and casts it: in the kernel itself if the scale is known before it runs.
 
     Args:
-        kernel: a kernel with all of its arguments but those of the cast.
+        kernel: the kernel.
+        inputs: its inputs.
         quantizer: casts the result.
         columnwise: whether the GEMM needs a weight gradient.
         keep: whether the kernel returns `out` in any case.
+        options: further arguments of the kernel.
     """
     fused = quantizer.fused
     if fused is not None:
-        result = kernel(high_precision=keep, columnwise=columnwise, **fused)
+        result = kernel(*inputs, high_precision=keep, columnwise=columnwise, **options, **fused)
         return quantizer.operand(result.rowwise, result.columnwise), result
-    result = kernel(high_precision=True)
+    result = kernel(*inputs, high_precision=True, **options)
     assert result.out is not None
     return quantizer.cast(result.out, rowwise=True, columnwise=columnwise).operand, result
+
+
+NormSaved = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""The input of a norm (x, or x + residual rounded to x's dtype), its weight, mean and rstd, for backward."""
 
 
 def normalize(
@@ -80,7 +90,7 @@ def normalize(
     kind: NormKind,
     call: LinearCall,
     keep: bool,
-) -> tuple[Operand, NormForward]:
+) -> tuple[Operand, Tensor | None, NormSaved]:
     """Normalizes x, or x + residual, and casts the result for a linear map.
 
     Args:
@@ -90,25 +100,23 @@ def normalize(
         bias: shift of the norm, [hidden]; None for RMSNorm.
         kind: LayerNorm or RMSNorm, with its epsilon.
         call: the linear map.
-        keep: whether the result is needed in x's dtype as well.
-
-    Returns:
-        The operand, and the results of the kernel, among them for backward `summed`: x, or x + residual
-        rounded to x's dtype, and `out` only with `keep`.
+        keep: whether to return the result in x's dtype as well.
     """
-    kernel = partial(
+    operand, result = cast_by(
         norm_forward,
         x,
         weight,
         bias,
+        quantizer=call.input_quantizer,
+        columnwise=call.wants_columnwise_input,
+        keep=keep,
         eps=kind.eps,
         rms=kind.rms,
         zero_centered=kind.zero_centered,
         residual=residual,
     )
-    operand, result = cast_by(kernel, call.input_quantizer, columnwise=call.wants_columnwise_input, keep=keep)
-    # Whoever holds the results would keep `out`, which was only to be cast, in memory during the GEMMs.
-    return operand, result if keep else result._replace(out=None)
+    # Not `result`: it would keep `out`, which may have been there for the cast only, in memory during GEMMs.
+    return operand, result.out if keep else None, (result.summed, weight, result.mean, result.rstd)
 
 
 def normalize_backward(

@@ -6,6 +6,7 @@ Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,13 +157,10 @@ class Projection(OwnMaps):
         Raises:
             RuntimeError: if a fused weight gradient would have to be written to several buffers.
         """
-        weight: Tensor
-        if not self._is_split:
-            weight = getattr(self, f"{self._prefixes[0]}weight")
-            return weight
-        weight = self._whole("weight")
+        weight: Tensor = self._whole("weight")
         fuses = self.fuse_wgrad_accumulation
-        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_packed(self, "weight"):
+        accumulates = fuses and fuses != "if_claimed" and weight.requires_grad
+        if accumulates and self._is_split and not is_packed(self, "weight"):
             parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
@@ -172,12 +170,11 @@ class Projection(OwnMaps):
             )
         return weight
 
-    def _whole_bias(self) -> Tensor | None:
-        """The packed bias, [out_features], or None."""
-        bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
-        return bias if bias is None or not self._is_split else self._whole("bias")
-
-    def _whole(self, kind: str) -> Tensor:
+    def _whole(self, kind: str) -> Any:
+        """The weight, [out_features, in_features], or the bias, [out_features] or None, as one tensor."""
+        first = getattr(self, f"{self._prefixes[0]}{kind}")
+        if first is None or not self._is_split:
+            return first
         whole = packed_tensor(self, self._pack(kind)) if is_packed(self, kind) else None
         return torch.cat(self._parts_of(kind)) if whole is None else whole
 

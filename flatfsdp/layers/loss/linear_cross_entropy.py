@@ -22,7 +22,7 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MainGradSlot, claim
 from flatfsdp.contract.operand import Operand
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import CallInput, prepare
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import CrossEntropyNode, Reduction, ReductionKind, ids_of, joined
@@ -111,9 +111,8 @@ class LinearCrossEntropy(Linear):
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
         of = MapOf("weight", self._whole_weight(), None)
-        return linear_cross_entropy(
-            self, of, prepare(self, inp, of), targets, self.how, self.chunk_tokens, is_first_microbatch
-        )
+        ready = prepare(self, inp, of, is_first_microbatch=is_first_microbatch)
+        return linear_cross_entropy(ready, targets, self.how, self.chunk_tokens)
 
     def extra_repr(self) -> str:
         """Settings shown in the module's repr."""
@@ -122,40 +121,32 @@ class LinearCrossEntropy(Linear):
 
 
 def linear_cross_entropy(
-    owner: MatmulLayer,
-    of: MapOf,
-    ready: CallInput,
-    targets: Tensor,
-    how: Reduction,
-    chunk_tokens: int | None = None,
-    is_first_microbatch: bool | None = None,
+    ready: CallInput, targets: Tensor, how: Reduction, chunk_tokens: int | None = None
 ) -> Tensor:
     """Cross-entropy of x w^T: FP32, a scalar, or [...] if `how` does not reduce.
 
     Args:
-        owner: a layer whose GEMMs are never in FP8 (`allows_fp8` is False).
-        of: the linear map, without a bias and not transposed.
-        ready: its input, from `prepare`.
+        ready: from `prepare`: a layer whose GEMMs are never in FP8 (`allows_fp8` is False), its linear map,
+            without a bias and not transposed, and the input.
         targets: int64 [...].
         how: reduction and ignored index.
         chunk_tokens: tokens whose logits exist at a time; None keeps all logits until backward.
-        is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 
     Raises:
         ValueError: if a shape does not fit.
         TypeError: if is_first_microbatch is not None, True or False.
         RuntimeError: if a target is not in the vocabulary; on a GPU later, as a failed assertion.
     """
-    inp, x, leading, casts, _ = ready
-    ids = ids_of(type(owner).__name__, leading, targets)
-    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
+    ids = ids_of(type(ready.owner).__name__, ready.leading, targets)
+    operand, call = ready.prepared(0, (ready.inp,))
+    x, weight = ready.x, ready.maps[0].weight
     # Without a split vocabulary each rank computes its own loss.
     ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
     loss: Tensor
     if chunk_tokens is None:
-        loss = _OfLogits.run(LinearNode.run(x, of.weight, None, operand, call), ids, how, ranks, True)
+        loss = _OfLogits.run(LinearNode.run(x, weight, None, operand, call), ids, how, ranks, True)
     else:
-        loss = _OfChunks.run(x, of.weight, ids, operand, call, how, ranks, chunk_tokens)
+        loss = _OfChunks.run(x, weight, ids, operand, call, how, ranks, chunk_tokens)
     return loss.view_as(targets) if how.kind == "none" else loss
 
 
@@ -188,7 +179,7 @@ class _OfChunks(Function):
     ) -> Tensor:
         cols = weight.shape[0]
         ctx.first = first = ranks.rank * cols
-        how.require_ids(targets, ranks.size * cols)
+        counts = how.counted(targets, ranks.size * cols)
         chunks = zip(_gathered(x, call).split(chunk_tokens), targets.split(chunk_tokens), strict=True)
         # Nothing may hold a chunk's logits: the next ones reuse their memory.
         parts = [
@@ -196,17 +187,19 @@ class _OfChunks(Function):
         ]
         found = joined(torch.cat(parts, 1), ranks)
         ctx.call, ctx.how, ctx.chunk_tokens = call, how, chunk_tokens
-        ctx.save_for_backward(targets, found.max, found.sum.log(), x, operand.high)
-        return how.loss(found.loss, targets)
+        loss, count = how.loss(found.loss, counts)
+        ctx.save_for_backward(targets, found.max, found.sum.log(), count, x, operand.high)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """Recomputes logits chunk by chunk; all chunks add to one FP32 weight gradient."""
-        targets, largest, log_sum, x, high = ctx.saved_tensors
+        targets, largest, log_sum, count, x, high = ctx.saved_tensors
         call: LinearCall = ctx.call
         weight, slot, dx = Operand(high), _weight_grad_slot(high, call), []
-        of_tokens = (_gathered(x, call), targets, largest, log_sum, ctx.how.scale(dloss, targets))
+        scale = ctx.how.scale(dloss, targets, count)
+        of_tokens = (_gathered(x, call), targets, largest, log_sum, scale)
         for chunk, *of_chunk in zip(*(each.split(ctx.chunk_tokens) for each in of_tokens), strict=True):
             dy = Operand(
                 cross_entropy_grad(

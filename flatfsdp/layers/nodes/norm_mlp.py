@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch import Tensor
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import activation_backward, activation_forward
-from flatfsdp.kernels.norm.forward import NormForward
-from flatfsdp.layers.normalized import NormKind, add_to, cast_by, input_grads, normalize
+from flatfsdp.layers.normalized import NormKind, NormSaved, add_to, cast_by, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
 from flatfsdp.torch_private import Function, once_differentiable
 
@@ -59,14 +57,15 @@ def _before_fc2(
     fc1_weight: Operand,
     fc1_bias: Tensor | None,
     spec: NormMLPSpec,
-) -> tuple[NormForward, LinearSaved, Tensor, Operand]:
-    """Returns the norm's results, what fc1 saves, its result, and the input of fc2."""
-    normalized, norm = normalize(x, residual, norm_weight, norm_bias, spec.norm, spec.fc1, spec.keep)
-    fc1_out, saved = linear_forward(normalized, fc1_weight, fc1_bias, spec.fc1)
-    activate = partial(activation_forward, fc1_out, spec.activation)
-    columnwise = spec.fc2.wants_columnwise_input
-    activated, _ = cast_by(activate, spec.fc2.input_quantizer, columnwise=columnwise)
-    return norm, saved, fc1_out, activated
+) -> tuple[Tensor | None, NormSaved, Tensor, LinearSaved, Operand]:
+    """Returns norm(x) if requested, what backward needs of norm and fc1, and the input of fc2."""
+    normalized, kept, norm = normalize(x, residual, norm_weight, norm_bias, spec.norm, spec.fc1, spec.keep)
+    fc1_out, fc1 = linear_forward(normalized, fc1_weight, fc1_bias, spec.fc1)
+    quantizer, columnwise = spec.fc2.input_quantizer, spec.fc2.wants_columnwise_input
+    activated, _ = cast_by(
+        activation_forward, fc1_out, spec.activation, quantizer=quantizer, columnwise=columnwise
+    )
+    return kept, norm, fc1_out, fc1, activated
 
 
 class NormMLPNode(Function):
@@ -88,24 +87,24 @@ class NormMLPNode(Function):
         spec: NormMLPSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Applies norm, fc1, activation and fc2."""
-        norm, fc1, fc1_out, activated = _before_fc2(
+        kept, norm, fc1_out, fc1, activated = _before_fc2(
             x, residual, norm_weight, norm_bias, fc1_weight, fc1_bias, spec
         )
         out, fc2 = linear_forward(activated, fc2_weight, fc2_bias, spec.fc2)
         ctx.spec = spec
+        # A result that nothing used has no gradient; zeros in its place would cost memory and a pass.
         ctx.set_materialize_grads(False)
         if spec.checkpoint:
-            ctx.save_for_backward(norm.summed, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
+            ctx.save_for_backward(norm[0], norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
         else:
             # Backward stops early where everything before fc1, or before fc2, is frozen.
-            before_fc1 = (norm.summed, norm_weight, norm.mean, norm.rstd)
             ctx.save_for_backward(
-                *(before_fc1 if spec.fc1.needs_input_grad else (None,) * 4),
+                *(norm if spec.fc1.needs_input_grad else (None,) * 4),
                 fc1_out if spec.fc2.needs_input_grad else None,
                 *fc1.tensors,
                 *fc2.tensors,
             )
-        return out, norm.out, norm.summed
+        return out, kept, norm[0]
 
     @staticmethod
     @once_differentiable
@@ -145,9 +144,10 @@ def _saved(
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
     fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
-    again, fc1, fc1_out, activated = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
-    fc2 = LinearSaved(activated.for_backward, fc2_weight)
-    return (x, norm_weight, again.mean, again.rstd), fc1_out, fc1, fc2
+    _, norm, fc1_out, fc1, activated = _before_fc2(
+        x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec
+    )
+    return norm, fc1_out, fc1, LinearSaved(activated.for_backward, fc2_weight)
 
 
 def _activation_backward(dy: Tensor, x: Tensor, spec: NormMLPSpec) -> Quantized:
