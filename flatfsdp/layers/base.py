@@ -33,7 +33,7 @@ from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
-from flatfsdp.layers.options import MatmulOptions, require_known, shared_by
+from flatfsdp.layers.options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
@@ -87,8 +87,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         Also called on its own, for a module of another class that was converted in place.
         """
         name = type(self).__name__
-        require_known(name, MatmulOptions, options)
-        self._parallel = shared_by(name, options)
+        self._parallel = parallel_of(name, MatmulOptions, options)
         self.fuse_wgrad_accumulation = checked_fuse_wgrad(options.get("fuse_wgrad_accumulation", False), name)
         self._params_dtype, self._params_device = options.get("params_dtype"), options.get("device")
         self.exchanges: dict[str, Exchange] = {}
@@ -122,9 +121,12 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         use = None if tape is None else tape.next_use(self)
         region = current_region()
         if region is not None:
+            # Otherwise autocast warns at its end that nothing in it can compute in FP8.
             region.outermost.has_layers = True
         if use is not None:
             region = use.region
+        # A forward during a backward repeats an earlier one.  If no tape knows that one, its region and its
+        # scales cannot be found any more.
         is_unknown = use is None and in_backward()
         if region is None or not (region.enabled or region.calibrating):
             if is_unknown and region is None and self._ran_in_fp8:
@@ -185,6 +187,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
         scaling.arena.observe(self.overflow_counters)
         is_other = before is not None and before.scale_means != scaling.scale_means
+        # A checkpoint's scales come from the recipe of the run that saved it, not from that of `before`.
         if before is not None and is_other and not before.was_loaded:
             scaling.arena.rescale(recipe)
         if before is not None and not before.was_loaded:
@@ -239,6 +242,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             is_first_microbatch,
             dtype,
             stored=stored,
+            # `turned` makes the columnwise form the one that the forward reads.
             columnwise=needs_input_grad or transposed,
         )
         if transposed:

@@ -115,7 +115,6 @@ A question mark follows an argument that we do not have and whose value never ma
 """
 
 _NO_BIAS = "pass what is to be masked out as attention_mask"
-_RENAMED = {f"{name}_layer": _Neutral((object(),), f"it is {name}=") for name in ("query", "key", "value")}
 _PACKED = "documents of several lengths in one row are not supported: pass an attention_mask, or pad"
 _OF_CALLS = {
     **dict.fromkeys(
@@ -131,26 +130,22 @@ _OF_CALLS = {
     "inference_params": _Neutral((None,), "there is no cache of keys and values"),
 }
 
-_NEUTRAL_IN_CALLS: Mapping[str, Mapping[str, _Neutral]] = {
+_OF_ONE_CALL: Mapping[str, Mapping[str, _Neutral]] = {
     "DotProductAttention": {
-        **_OF_CALLS,
-        **_RENAMED,
+        # No value equals the object, so every one is refused, with our word for it.
+        **{f"{name}_layer": _Neutral((object(),), f"it is {name}=") for name in ("query", "key", "value")},
         "qkv_format": _Neutral((None,), "pass it to the constructor"),
         "fp8_output": _FALSE,
         "num_splits": _Neutral((None, 1)),
     },
-    "MultiheadAttention": {
-        **_OF_CALLS,
-        "encoder_output": _Neutral((None,), "cross-attention is not supported"),
-    },
+    "MultiheadAttention": {"encoder_output": _Neutral((None,), "cross-attention is not supported")},
     "TransformerLayer": {
-        **_OF_CALLS,
         "encoder_output": _Neutral((None,), "decoder layers are not supported"),
         **dict.fromkeys(("enc_dec_attn_mask", "enc_dec_attn_mask_type", "enc_dec_window_size"), _ANY),
         "enc_dec_bottom_right_diagonal": _ANY,
     },
 }
-"""Arguments of forwards that we do not have, by class."""
+"""Arguments of forwards that we do not have: those of all attention, and of one class."""
 
 
 def takes_te_arguments(init: Callable[P, None]) -> Callable[P, None]:
@@ -188,7 +183,7 @@ def takes_te_call_arguments(forward: Callable[P, R]) -> Callable[P, R]:
         ValueError: if an argument that we do not have is passed with a value that would change something.
     """
     layer = forward.__qualname__.split(".")[0]
-    neutral = _NEUTRAL_IN_CALLS[layer]
+    neutral = {**_OF_CALLS, **_OF_ONE_CALL[layer]}
 
     @functools.wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -204,7 +199,7 @@ def _ours(what: str, neutral: Mapping[str, _Neutral], kwargs: dict[str, Any]) ->
         ValueError: for another one, if its value would change something.
     """
     theirs = neutral.keys() & kwargs.keys()
-    # Almost every forward has none.
+    # Almost every forward has none, and a copy of the arguments would cost host time in each.
     if not theirs:
         return kwargs
     for name in theirs:
