@@ -143,10 +143,9 @@ def prepare(
         ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         RuntimeError: if the device has no FP8.
     """
-    weight = maps[0].weight
-    features = weight.shape[0 if maps[0].transposed else 1]
-    x = as_matrix(inp, features, activation_dtype(inp, owner, weight), owner)
-    exchange = owner.exchanges.get(maps[0].name, UNSPLIT)
+    name, weight, _, transposed = maps[0]
+    x = as_matrix(inp, weight.shape[0 if transposed else 1], activation_dtype(inp, owner, weight), owner)
+    exchange = owner.exchanges.get(name, UNSPLIT)
     leading = exchange.leading_shape(type(owner).__name__, inp.shape)
     if casts is None:
         casts = owner.casts(inp.device)
