@@ -17,14 +17,11 @@ from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
-from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorParallel
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable, counted
@@ -36,33 +33,16 @@ from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
-from flatfsdp.layers.options import MatmulOptions
-from flatfsdp.layers.parameters import new_parameter
+from flatfsdp.layers.options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
-from flatfsdp.matmul.linear_map import FuseWgrad, LinearCall, checked_fuse_wgrad
+from flatfsdp.matmul.linear_map import LinearCall, checked_fuse_wgrad
 from flatfsdp.torch_private import in_backward
 
 logger = logging.getLogger(__name__)
-
-_STATE = (
-    "_parallel",
-    "fuse_wgrad_accumulation",
-    "_params_dtype",
-    "_params_device",
-    "exchanges",
-    "_scalings",
-    "_weight_cache",
-    "_delayed_wgrads",
-    "_last_recipe",
-    "_ran_in_fp8",
-    "allows_fp8",
-    "overflow_counters",
-)
-"""The entries that a `MatmulLayer` adds to the `__dict__` of a module."""
 
 
 class MapOf(NamedTuple):
@@ -101,44 +81,29 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         super().__init__()
         self._become(**options)
 
-    def _become(
-        self,
-        *,
-        fuse_wgrad_accumulation: FuseWgrad = False,
-        delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_overlap: bool = False,
-        get_rng_state_tracker: GetTracker | None = None,
-    ) -> None:
+    def _become(self, **options: Unpack[MatmulOptions]) -> None:
         """Initialises everything that a `MatmulLayer` has besides its parameters.
 
         Also called on its own, for a module of another class that was converted in place.
         """
         name = type(self).__name__
-        self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
-        self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
-        self._params_dtype, self._params_device = params_dtype, device
+        self._parallel = parallel_of(name, MatmulOptions, options)
+        self.fuse_wgrad_accumulation = checked_fuse_wgrad(options.get("fuse_wgrad_accumulation", False), name)
+        self._params_dtype, self._params_device = options.get("params_dtype"), options.get("device")
         self.exchanges: dict[str, Exchange] = {}
         self._scalings: dict[Direction, Scaling] = {}
         self._weight_cache = WeightCache(name)
-        self._delayed_wgrads = DelayedWgrads() if delay_wgrad_compute else None
+        self._delayed_wgrads = DelayedWgrads() if options.get("delay_wgrad_compute") else None
         self._last_recipe: Recipe | None = None
         self._ran_in_fp8 = False
 
     def _resign(self) -> None:
         """Removes what `_become` and later calls have added, including scales and their histories."""
-        for name in _STATE:
+        added = vars(MatmulLayer()).keys() - vars(nn.Module()).keys()
+        for name in (*added, "allows_fp8", "overflow_counters"):
             vars(self).pop(name, None)
         for name in self.late_buffers:
             self._buffers.pop(name, None)
-
-    def _new_parameter(self, *shape: int) -> nn.Parameter:
-        """Makes an uninitialised parameter for the constructor."""
-        return new_parameter(*shape, dtype=self._params_dtype, device=self._params_device)
 
     # ---- how to cast ------------------------------------------------------------------------------------
 
@@ -156,9 +121,12 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         use = None if tape is None else tape.next_use(self)
         region = current_region()
         if region is not None:
+            # Otherwise autocast warns at its end that nothing in it can compute in FP8.
             region.outermost.has_layers = True
         if use is not None:
             region = use.region
+        # A forward during a backward repeats an earlier one.  If no tape knows that one, its region and its
+        # scales cannot be found any more.
         is_unknown = use is None and in_backward()
         if region is None or not (region.enabled or region.calibrating):
             if is_unknown and region is None and self._ran_in_fp8:
@@ -219,6 +187,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
         scaling.arena.observe(self.overflow_counters)
         is_other = before is not None and before.scale_means != scaling.scale_means
+        # A checkpoint's scales come from the recipe of the run that saved it, not from that of `before`.
         if before is not None and is_other and not before.was_loaded:
             scaling.arena.rescale(recipe)
         if before is not None and not before.was_loaded:
@@ -273,6 +242,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             is_first_microbatch,
             dtype,
             stored=stored,
+            # `turned` makes the columnwise form the one that the forward reads.
             columnwise=needs_input_grad or transposed,
         )
         if transposed:
@@ -301,13 +271,6 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
         )
         return operand, call
-
-    def _declare_delays(self) -> None:
-        """Marks the weights whose gradients are computed outside of the backward."""
-        if self._delayed_wgrads is None:
-            return
-        for name in self.linear_maps:
-            SKIP_BACKWARD_POST_HOOK.leave(self.get_parameter(name), True)
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that the oldest backward deferred (`delay_wgrad_compute`).

@@ -1,14 +1,14 @@
 """Calls of linear maps, with parameters of our own layers or of another library's model.
 
-In:   an owner with scales, exchanges and casts; parameters as arguments; an input [..., features].
+In:   an owner with scales, exchanges and casts; maps with its parameters; an input [..., features].
 Out:  the results of `nodes/`.
 Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with their own parameters.
 
 An owner's call begins with `prepare`, once for all of its maps:
 
     ready = prepare(owner, inp, qkv, proj)
-    mixed, _, summed = norm_linear(owner, norm, qkv, ready)
-    out = linear(owner, proj, ready.of_next(owner, proj, attend(mixed)))
+    mixed, _, summed = norm_linear(ready, norm)
+    out = linear(ready.of_next(attend(mixed)))
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.casts import Casts
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
@@ -29,6 +30,7 @@ from flatfsdp.layers.nodes.norm_linear import NormLinearNode, NormLinearSpec
 from flatfsdp.layers.nodes.norm_mlp import NormMLPNode, NormMLPSpec
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.matmul.exchange import UNSPLIT
+from flatfsdp.matmul.linear_map import LinearCall
 
 
 class NormOf(NamedTuple):
@@ -60,33 +62,56 @@ class Called(NamedTuple):
 
 
 class CallInput(NamedTuple):
-    """The checked input of one of an owner's maps, and the casts of the call.
+    """The checked input of the next of an owner's maps, and how the call casts.
 
     Attributes:
+        owner: the layer.
+        maps: this map and the following ones.
+        casts: of these maps.
         inp: [..., in_features], as passed by the caller.
         x: [tokens, in_features], contiguous, in the dtype of the activations.
         leading: shape of the map's result without its last dimension.
-        casts: of this map and the following ones.
+        is_first_microbatch: the argument of `prepare`.
         added: number of rows appended to `x` as copies of its last row, because FP8 GEMMs need multiples of
             16 tokens.  They change no amax, and their gradients are zero.
     """
 
+    owner: MatmulLayer
+    maps: tuple[MapOf, ...]
+    casts: list[Casts]
     inp: Tensor
     x: Tensor
     leading: tuple[int, ...]
-    casts: list[Casts]
+    is_first_microbatch: bool | None
     added: int = 0
 
-    def of_next(self, owner: MatmulLayer, of: MapOf, inp: Tensor) -> CallInput:
+    def of_next(self, inp: Tensor) -> CallInput:
         """Prepares the input of the owner's next map in the same call.
 
         Raises:
             ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         """
-        return _ready(owner, (of,), inp, _matrix(owner, of, inp), self.casts[1:])
+        maps, casts = self.maps[1:], self.casts[1:]
+        return prepare(self.owner, inp, *maps, is_first_microbatch=self.is_first_microbatch, casts=casts)
 
-    def padded(self, rows: Tensor | None) -> Tensor | None:
-        """Appends to another matrix of the same tokens as many rows as `x` got."""
+    def prepared(self, index: int, sources: Sequence[Tensor | None]) -> tuple[Operand, LinearCall]:
+        """Prepares one of the maps, whose input is computed from `sources` (`MatmulLayer.prepare_map`).
+
+        Raises:
+            TypeError: if is_first_microbatch is not None, True or False.
+            RuntimeError: if no usable cast of the weight is kept.
+        """
+        return self.owner.prepare_map(
+            self.maps[index], self.casts[index], self.x.dtype, self.is_first_microbatch, sources
+        )
+
+    def residual(self, residual: Tensor | None) -> Tensor | None:
+        """The matrix to add to `x`, with as many rows.
+
+        Raises:
+            ValueError: if the residual has another shape than `inp`.
+        """
+        rows = residual_matrix(residual, self.inp, self.x.dtype, self.owner)
         return rows if rows is None or not self.added else _with_rows(rows, self.added)
 
     def unpadded(self, rows: Tensor) -> Tensor:
@@ -94,7 +119,13 @@ class CallInput(NamedTuple):
         return rows.narrow(0, 0, rows.shape[0] - self.added) if self.added else rows
 
 
-def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
+def prepare(
+    owner: MatmulLayer,
+    inp: Tensor,
+    *maps: MapOf,
+    is_first_microbatch: bool | None = None,
+    casts: list[Casts] | None = None,
+) -> CallInput:
     """Checks the input of a call and decides how the call casts.
 
     With delayed scaling, a training forward counts as one use of the owner's scales, which roll afterwards:
@@ -104,112 +135,106 @@ def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
         owner: the layer.
         inp: input of the first map, [..., in_features].
         maps: all of `owner.linear_maps`, in order.
+        is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts every
+            time.
+        casts: those of the maps, if the call has begun (`CallInput.of_next`).
 
     Raises:
         ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         RuntimeError: if the device has no FP8.
     """
-    matrix = _matrix(owner, maps[0], inp)
-    return _ready(owner, maps, inp, matrix, owner.casts(inp.device))
+    name, weight, _, transposed = maps[0]
+    x = as_matrix(inp, weight.shape[0 if transposed else 1], activation_dtype(inp, owner, weight), owner)
+    exchange = owner.exchanges.get(name, UNSPLIT)
+    leading = exchange.leading_shape(type(owner).__name__, inp.shape)
+    if casts is None:
+        casts = owner.casts(inp.device)
+    if casts[0].recipe is None:
+        return CallInput(owner, maps, casts, inp, x, leading, is_first_microbatch)
+    exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
+    # With one matrix split by rows over ranks, rows appended on one rank would lie in the middle of it.
+    added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
+    if added:
+        x = _with_rows(x, added)
+    tokens = exchange.tokens(x.shape[0])
+    for name, weight, _, transposed in maps:
+        out_features, in_features = weight.shape
+        if transposed:
+            out_features, in_features = in_features, out_features
+        require_fp8_shape(owner, name, tokens, in_features, out_features)
+    return CallInput(owner, maps, casts, inp, x, leading, is_first_microbatch, added)
 
 
-def linear(
-    owner: MatmulLayer, of: MapOf, ready: CallInput, *, is_first_microbatch: bool | None = None
-) -> Tensor:
+def linear(ready: CallInput) -> Tensor:
     """One linear map, x w^T + b: [..., out_features].
 
     Args:
-        owner: the layer.
-        of: the linear map.
-        ready: its input, from `prepare` or `CallInput.of_next`.
-        is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every time.
+        ready: the map and its input, from `prepare` or `CallInput.of_next`.
 
     Raises:
         TypeError: if is_first_microbatch is not None, True or False.
         RuntimeError: if no usable cast of the weight is kept.
     """
-    inp, x, leading, casts, _ = ready
-    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
-    out = ready.unpadded(LinearNode.run(x, of.weight, of.bias, operand, call))
-    return out.view(*leading, out.shape[1])
+    operand, call = ready.prepared(0, (ready.inp,))
+    of = ready.maps[0]
+    out = ready.unpadded(LinearNode.run(ready.x, of.weight, of.bias, operand, call))
+    return out.view(*ready.leading, out.shape[1])
 
 
 def norm_linear(
-    owner: MatmulLayer,
-    norm: NormOf,
-    of: MapOf,
-    ready: CallInput,
-    *,
-    residual: Tensor | None = None,
-    keep: bool = False,
-    is_first_microbatch: bool | None = None,
+    ready: CallInput, norm: NormOf, *, residual: Tensor | None = None, keep: bool = False
 ) -> Called:
     """A norm and a linear map: norm(x) w^T + b, or norm(x + residual) w^T + b, [..., out_features].
 
     Args:
-        owner: the layer.
+        ready: the map and its input, from `prepare`.
         norm: the norm.
-        of: the linear map.
-        ready: its input, from `prepare`.
         residual: added to the input before the norm; of the input's shape.
         keep: whether to return norm(x) as well.
-        is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every time.
 
     Raises:
         ValueError: if the residual has another shape.
         TypeError: if is_first_microbatch is not None, True or False.
         RuntimeError: if no usable cast of the weight is kept.
     """
-    inp, x, leading, casts, _ = ready
-    added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
-    sources = (inp, residual, norm.weight, norm.bias)
-    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, sources)
-    spec = NormLinearSpec(norm.kind, call, keep)
-    results = NormLinearNode.run(x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
-    return _called(ready, results, leading)
+    added = ready.residual(residual)
+    operand, call = ready.prepared(0, (ready.inp, residual, norm.weight, norm.bias))
+    of, spec = ready.maps[0], NormLinearSpec(norm.kind, call, keep)
+    results = NormLinearNode.run(ready.x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
+    return _called(ready, results, ready.leading)
 
 
 def norm_mlp(
-    owner: MatmulLayer,
-    norm: NormOf,
-    fc1: MapOf,
-    fc2: MapOf,
     ready: CallInput,
+    norm: NormOf,
     activation: str,
     *,
     residual: Tensor | None = None,
     keep: bool = False,
     checkpoint: bool = False,
-    is_first_microbatch: bool | None = None,
 ) -> Called:
     """A norm and an MLP: fc2(activation(fc1(norm(x)))), or with norm(x + residual), in the input's shape.
 
     Args:
-        owner: the layer.
+        ready: fc1, fc2 and the input, from `prepare`.
         norm: the norm.
-        fc1: the first linear map.
-        fc2: the second linear map.
-        ready: input of fc1, from `prepare`.
         activation: a name in `flatfsdp.kernels.activation.NAMES`.
         residual: added to the input before the norm; of the input's shape.
         keep: whether to return norm(x) as well.
         checkpoint: save only the input, and recompute norm, fc1 and activation in backward.
-        is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts every
-            time.
 
     Raises:
         ValueError: if the residual has another shape.
         TypeError: if is_first_microbatch is not None, True or False.
         RuntimeError: if no usable cast of a weight is kept.
     """
-    inp, x, _, casts, _ = ready
-    added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
-    before_fc1 = (inp, residual, norm.weight, norm.bias)
-    before_fc2 = (*before_fc1, fc1.weight, fc1.bias)
-    fc1_weight, fc1_call = owner.prepare_map(fc1, casts[0], x.dtype, is_first_microbatch, before_fc1)
-    fc2_weight, fc2_call = owner.prepare_map(fc2, casts[1], x.dtype, is_first_microbatch, before_fc2)
+    added = ready.residual(residual)
+    fc1, fc2 = ready.maps
+    before_fc1 = (ready.inp, residual, norm.weight, norm.bias)
+    fc1_weight, fc1_call = ready.prepared(0, before_fc1)
+    fc2_weight, fc2_call = ready.prepared(1, (*before_fc1, fc1.weight, fc1.bias))
     results = NormMLPNode.run(
-        x,
+        ready.x,
         added,
         norm.weight,
         norm.bias,
@@ -221,7 +246,7 @@ def norm_mlp(
         fc2_weight,
         NormMLPSpec(norm.kind, activation, checkpoint, keep, fc1_call, fc2_call),
     )
-    return _called(ready, results, inp.shape[:-1])
+    return _called(ready, results, ready.inp.shape[:-1])
 
 
 def _called(
@@ -233,40 +258,6 @@ def _called(
     return Called(out.view(*leading, out.shape[1]), kept, ready.unpadded(summed))
 
 
-def _ready(
-    owner: MatmulLayer,
-    maps: Sequence[MapOf],
-    inp: Tensor,
-    matrix: tuple[Tensor, tuple[int, ...]],
-    casts: list[Casts],
-) -> CallInput:
-    """The input of the first of these maps, in the form that its GEMMs read."""
-    x, leading = matrix
-    if casts[0].recipe is None:
-        return CallInput(inp, x, leading, casts)
-    exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
-    # With one matrix split by rows over ranks, rows appended on one rank would lie in the middle of it.
-    added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
-    if added:
-        x = _with_rows(x, added)
-    tokens = exchanges[0].tokens(x.shape[0])
-    for name, weight, _, transposed in maps:
-        out_features, in_features = weight.shape
-        if transposed:
-            out_features, in_features = in_features, out_features
-        require_fp8_shape(owner, name, tokens, in_features, out_features)
-    return CallInput(inp, x, leading, casts, added)
-
-
 def _with_rows(rows: Tensor, added: int) -> Tensor:
     """Appends the last row of a matrix `added` times."""
     return torch.cat([rows, rows[-1:].expand(added, -1)])
-
-
-def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The fields `x` and `leading` of a `CallInput`."""
-    x = as_matrix(
-        inp, of.weight.shape[0 if of.transposed else 1], activation_dtype(inp, owner, of.weight), owner
-    )
-    exchange = owner.exchanges.get(of.name, UNSPLIT)
-    return x, exchange.leading_shape(type(owner).__name__, inp.shape)

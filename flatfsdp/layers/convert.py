@@ -73,7 +73,7 @@ class ConvertedLinear(Mixed, MatmulLayer):
             RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
         of = MapOf("weight", self.weight, self.bias, self.is_transposed)
-        return linear(self, of, prepare(self, inp, of), is_first_microbatch=is_first_microbatch)
+        return linear(prepare(self, inp, of, is_first_microbatch=is_first_microbatch))
 
     def fp8_weights(self) -> tuple[str, ...]:
         """Names of weights that may be stored in FP8; none for a Conv1D, whose GEMMs read the transpose."""

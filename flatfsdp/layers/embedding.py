@@ -45,6 +45,7 @@ class Embedding(Declaring):
 
     Attributes:
         weight: [num_embeddings / tp_size, embedding_dim].
+        exchanges: the tensor-parallel communication of the table, by the parameter's name.
 
     Raises:
         ValueError: if padding_idx is outside the table, or its rows do not divide evenly over the ranks.
@@ -76,19 +77,14 @@ class Embedding(Declaring):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weight = new_parameter(rows, embedding_dim, dtype=params_dtype, device=device)
         # The rank's lookups are summed like the outputs of a row-parallel linear map.
-        self._exchange = Exchange.of(self._parallel, "row")
+        self.exchanges = {"weight": Exchange.of(self._parallel, "row")}
         if self._is_split:
             declare_split(self.weight, 0, (num_embeddings,), self._parallel.ranks)
         self.reset_parameters()
 
     @property
-    def exchanges(self) -> dict[str, Exchange]:
-        """The tensor-parallel communication of the table, by the parameter's name."""
-        return {"weight": self._exchange}
-
-    @property
     def _is_split(self) -> bool:
-        return self._exchange.sums_output
+        return self.exchanges["weight"].sums_output
 
     @property
     def _first_row(self) -> int:
@@ -125,7 +121,7 @@ class Embedding(Declaring):
         """
         require_bool_or_none("Embedding", is_first_microbatch)
         if self._is_split:
-            self._exchange.leading_shape("Embedding", (*ids.shape, self.embedding_dim))
+            self.exchanges["weight"].leading_shape("Embedding", (*ids.shape, self.embedding_dim))
             ids = self._own_rows(ids)
         rows = look_up(
             self,
@@ -136,7 +132,7 @@ class Embedding(Declaring):
             is_split=self._is_split,
             is_first_microbatch=is_first_microbatch,
         )
-        return _Sum.apply(rows, self._exchange) if self._is_split else rows
+        return _Sum.apply(rows, self.exchanges["weight"]) if self._is_split else rows
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """Local rows of `weight` for these ids, and -1 for ids of other ranks."""

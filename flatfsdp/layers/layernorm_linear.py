@@ -63,11 +63,6 @@ class LayerNormLinear(NormFirst, Projection):
         self._add_norm(in_features, NormKind.named(normalization, eps, zero_centered_gamma))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Initialises the parameters in place; does nothing on the meta device."""
-        super().reset_parameters()
-        self._reset_norm()
-
     @never_traced
     def forward(
         self,
@@ -97,15 +92,12 @@ class LayerNormLinear(NormFirst, Projection):
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
             RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
-        bias = self._whole_bias()
+        bias = self._whole("bias")
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
         called = norm_linear(
-            self,
+            prepare(self, inp, of, is_first_microbatch=is_first_microbatch),
             self._norm_of(),
-            of,
-            prepare(self, inp, of),
             residual=residual,
             keep=self.return_layernorm_output,
-            is_first_microbatch=is_first_microbatch,
         )
         return self._results(called, bias, inp, return_residual=return_residual)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flatfsdp.contract.tensor_parallel import Mode, declare_map
+from flatfsdp.contract.tensor_parallel import Mode
 from flatfsdp.kernels.activation import GATED, NAMES
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_mlp, prepare
 from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.layers.options import MatmulOptions
-from flatfsdp.layers.parameters import InitMethod, normal_init
-from flatfsdp.layers.shared import initialize
+from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.torch_private import never_traced
@@ -95,49 +93,16 @@ class LayerNormMLP(NormFirst):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
-        self.init_methods = (init_method or normal_init, output_layer_init_method or normal_init)
         self._add_norm(hidden_size, NormKind.named(normalization, eps, zero_centered_gamma))
-        parts = 2 if activation in GATED else 1
-        modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
-        fc1, fc2 = (parts * self.ffn_hidden_size, hidden_size), (hidden_size, self.ffn_hidden_size)
-        self._add_map("fc1", fc1, bias, modes[0], (ffn_hidden_size,) * parts)
-        self._add_map("fc2", fc2, bias, modes[1], (ffn_hidden_size,))
-        self._declare_delays()
+        column: Mode | None = "column" if set_parallel_mode else None
+        row: Mode | None = "row" if set_parallel_mode else None
+        self.exchanges["fc1_weight"] = Exchange.of(self._parallel, column)
+        self.exchanges["fc2_weight"] = Exchange.of(self._parallel, row)
+        inner, parts = self.ffn_hidden_size, 2 if activation in GATED else 1
+        whole = (ffn_hidden_size,)
+        self._add_map("fc1_", (parts * inner, hidden_size), bias, column, whole * parts, init_method)
+        self._add_map("fc2_", (hidden_size, inner), bias, row, whole, output_layer_init_method)
         self.reset_parameters()
-
-    def _add_map(
-        self, name: str, shape: tuple[int, int], bias: bool, mode: Mode | None, sizes: tuple[int, ...]
-    ) -> None:
-        """Makes the parameters of fc1 or fc2.
-
-        Args:
-            name: "fc1" or "fc2".
-            shape: of this rank's weight.
-            bias: whether there is one.
-            mode: "column", "row" or None.
-            sizes: sizes of the parts of the split dimension, over all ranks.
-        """
-        weight = self._new_parameter(*shape)
-        added = self._new_parameter(shape[0]) if bias else None
-        self.register_parameter(f"{name}_weight", weight)
-        self.register_parameter(f"{name}_bias", added)
-        self.exchanges[f"{name}_weight"] = Exchange.of(self._parallel, mode)
-        declare_map(self._parallel, mode, weight, added, sizes)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises the parameters in place; does nothing on the meta device."""
-        self._reset_norm()
-        for init, weight, bias in zip(
-            self.init_methods,
-            (self.fc1_weight, self.fc2_weight),
-            (self.fc1_bias, self.fc2_bias),
-            strict=True,
-        ):
-            if not weight.is_meta:
-                initialize(weight, init, self._parallel.ranks)
-                if bias is not None:
-                    bias.zero_()
 
     @never_traced
     def forward(
@@ -171,16 +136,12 @@ class LayerNormMLP(NormFirst):
         bias = self.fc2_bias
         fc2 = MapOf("fc2_weight", self.fc2_weight, None if self.return_bias else bias)
         called = norm_mlp(
-            self,
+            prepare(self, inp, fc1, fc2, is_first_microbatch=is_first_microbatch),
             self._norm_of(),
-            fc1,
-            fc2,
-            prepare(self, inp, fc1, fc2),
             self.activation,
             residual=residual,
             keep=self.return_layernorm_output,
             checkpoint=self.checkpoint,
-            is_first_microbatch=is_first_microbatch,
         )
         return self._results(called, bias, inp, return_residual=return_residual)
 

@@ -61,9 +61,9 @@ class Linear(Projection):
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
             RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
-        bias = self._whole_bias()
+        bias = self._whole("bias")
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
-        out = linear(self, of, prepare(self, inp, of), is_first_microbatch=is_first_microbatch)
+        out = linear(prepare(self, inp, of, is_first_microbatch=is_first_microbatch))
         if not self.return_bias:
             return out
         return out, None if bias is None else bias.to(out.dtype)

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from flatfsdp.contract.tensor_parallel import declare_norm
-from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.calls import Called, NormOf
 from flatfsdp.layers.normalized import NormKind, reset_norm
+from flatfsdp.layers.projection import OwnMaps
 
 
-class NormFirst(MatmulLayer):
+class NormFirst(OwnMaps):
     """A layer with linear maps that begins with a norm.
 
     Attributes:
@@ -39,7 +39,9 @@ class NormFirst(MatmulLayer):
     def _norm_of(self) -> NormOf:
         return NormOf(self.layer_norm_weight, self.layer_norm_bias, self.norm)
 
-    def _reset_norm(self) -> None:
+    def reset_parameters(self) -> None:
+        """Initialises the parameters in place; does nothing on the meta device."""
+        super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
 
     def _results(

@@ -7,9 +7,9 @@ Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantizer
 from flatfsdp.kernels.norm.backward import NormBackward, norm_backward
-from flatfsdp.kernels.norm.forward import norm_forward
+from flatfsdp.kernels.norm.forward import NormForward, norm_forward
+from flatfsdp.kernels.shared.outputs import Outputs
+from flatfsdp.matmul.linear_map import LinearCall
 
 
 @dataclass(frozen=True)
@@ -46,65 +48,75 @@ class NormKind:
         return NormKind(eps, normalization == "RMSNorm", zero_centered)
 
 
-class Normalized(NamedTuple):
-    """The result of a norm, and the tensors that its backward needs.
+Result = TypeVar("Result", NormForward, Outputs)
 
-    Attributes:
-        operand: operand of the following GEMM.
-        out: the norm's result, [tokens, hidden]; None if not requested.
-        summed: the norm's input: x, or x + residual rounded to x's dtype; for backward.
-        mean, rstd: FP32 [tokens], for backward; RMSNorm has no mean.
+
+def cast_by(
+    kernel: Callable[..., Result],
+    *inputs: Any,
+    quantizer: Quantizer,
+    columnwise: bool,
+    keep: bool = False,
+    **options: Any,
+) -> tuple[Operand, Result]:
+    """Computes the input of a GEMM and casts it: in the kernel itself if the scale is known before it runs.
+
+    Args:
+        kernel: the kernel.
+        inputs: its inputs.
+        quantizer: casts the result.
+        columnwise: whether the GEMM needs a weight gradient.
+        keep: whether the kernel returns `out` in any case.
+        options: further arguments of the kernel.
     """
+    fused = quantizer.fused
+    if fused is not None:
+        result = kernel(*inputs, high_precision=keep, columnwise=columnwise, **options, **fused)
+        return quantizer.operand(result.rowwise, result.columnwise), result
+    result = kernel(*inputs, high_precision=True, **options)
+    assert result.out is not None
+    return quantizer.cast(result.out, rowwise=True, columnwise=columnwise).operand, result
 
-    operand: Operand
-    out: Tensor | None
-    summed: Tensor
-    mean: Tensor | None
-    rstd: Tensor
+
+NormSaved = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""The input of a norm (x, or x + residual rounded to x's dtype), its weight, mean and rstd, for backward."""
 
 
 def normalize(
     x: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     kind: NormKind,
-    quantizer: Quantizer,
-    *,
-    residual: Tensor | None,
-    columnwise: bool,
+    call: LinearCall,
     keep: bool,
-) -> Normalized:
-    """Normalizes x, or x + residual, and casts the result.
+) -> tuple[Operand, Tensor | None, NormSaved]:
+    """Normalizes x, or x + residual, and casts the result for a linear map.
 
     Args:
         x: [tokens, hidden], contiguous.
+        residual: added to x in the same pass; of x's shape and dtype.
         weight: gain of the norm, [hidden].
         bias: shift of the norm, [hidden]; None for RMSNorm.
         kind: LayerNorm or RMSNorm, with its epsilon.
-        quantizer: casts the result for the following GEMM.
-        residual: added to x in the same pass; of x's shape and dtype.
-        columnwise: whether the following GEMM needs a weight gradient.
+        call: the linear map.
         keep: whether to return the result in x's dtype as well.
     """
-    fused = quantizer.fused
-    result = norm_forward(
+    operand, result = cast_by(
+        norm_forward,
         x,
         weight,
         bias,
+        quantizer=call.input_quantizer,
+        columnwise=call.wants_columnwise_input,
+        keep=keep,
         eps=kind.eps,
         rms=kind.rms,
         zero_centered=kind.zero_centered,
         residual=residual,
-        high_precision=keep or fused is None,
-        columnwise=columnwise and fused is not None,
-        **(fused or {}),
     )
-    if fused is not None:
-        operand = quantizer.operand(result.rowwise, result.columnwise)
-    else:
-        assert result.out is not None
-        operand = quantizer.cast(result.out, rowwise=True, columnwise=columnwise).operand
-    return Normalized(operand, result.out if keep else None, result.summed, result.mean, result.rstd)
+    # Not `result`: it would keep `out`, which may have been there for the cast only, in memory during GEMMs.
+    return operand, result.out if keep else None, (result.summed, weight, result.mean, result.rstd)
 
 
 def normalize_backward(
@@ -140,15 +152,6 @@ def normalize_backward(
     )
 
 
-class InputGrads(NamedTuple):
-    """Gradients of the inputs of a layer that begins with a norm; None where none is needed."""
-
-    x: Tensor | None
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 def input_grads(
     dy: Tensor | None,
     saved: Sequence[Tensor | None],
@@ -156,8 +159,8 @@ def input_grads(
     d_residual: Tensor | None,
     *,
     has_residual: bool,
-) -> InputGrads:
-    """Computes the gradients of the inputs and the norm's parameters.
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients of x, the residual, and the norm's weight and bias; None where none is needed.
 
     Args:
         dy: gradient of the norm's result, or None.
@@ -168,10 +171,10 @@ def input_grads(
     """
     x, weight, mean, rstd = saved
     if dy is None or x is None:
-        return InputGrads(d_residual, d_residual if has_residual else None, None, None)
+        return d_residual, d_residual if has_residual else None, None, None
     assert weight is not None and rstd is not None
     grads = normalize_backward(dy, x, weight, mean, rstd, kind, d_residual)
-    return InputGrads(grads.dx, grads.dx if has_residual else None, grads.dweight, grads.dbias)
+    return grads.dx, grads.dx if has_residual else None, grads.dweight, grads.dbias
 
 
 def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -144,23 +144,22 @@ def only(kind: type[Options], options: Mapping[str, Any]) -> Options:
     return cast(Options, {name: value for name, value in options.items() if name in kind.__annotations__})
 
 
-def require_known(layer: str, kind: type, options: Mapping[str, Any]) -> None:
-    """Checks keyword arguments that `only` would drop.
+def parallel_of(layer: str, kind: type, options: Mapping[str, Any]) -> TensorParallel:
+    """The tensor-parallel setting of a layer, after a check of the names of its options.
+
+    Args:
+        layer: name of the layer, for errors.
+        kind: the class that declares its options.
+        options: the options.
 
     Raises:
         TypeError: if `kind` does not declare one of them.
-    """
-    for name in options:
-        if name not in kind.__annotations__:
-            raise TypeError(f"{layer}() got an unexpected keyword argument {name!r}")
-
-
-def shared_by(layer: str, options: MatmulOptions) -> TensorParallel:
-    """The tensor-parallel setting of a layer with these options.
-
-    Raises:
         ValueError: if the group does not have `tp_size` ranks, or an option needs a group.
     """
+    for name in options:
+        # `only` would drop it without a word.
+        if name not in kind.__annotations__:
+            raise TypeError(f"{layer}() got an unexpected keyword argument {name!r}")
     return TensorParallel.of(
         layer,
         options.get("tp_group"),

@@ -1,23 +1,81 @@
-"""`Projection`: the base of `Linear` and `LayerNormLinear`, with the parameters of one linear map."""
+"""Layers that make the parameters of their linear maps: `OwnMaps`, and `Projection` for those with one map.
+
+Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
-from flatfsdp.contract.tensor_parallel import Mode, declare_map
+from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.options import MatmulOptions
-from flatfsdp.layers.parameters import InitMethod, normal_init
+from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange
 
 
-class Projection(MatmulLayer):
+class OwnMaps(MatmulLayer):
+    """A layer that makes the parameters of its linear maps, instead of reading those of another model.
+
+    Args:
+        options: options of every layer with linear maps, listed in `MatmulOptions`.
+    """
+
+    def __init__(self, **options: Unpack[MatmulOptions]) -> None:
+        super().__init__(**options)
+        self._init_methods: dict[str, InitMethod] = {}
+
+    def _new_parameter(self, *shape: int) -> nn.Parameter:
+        """Makes an uninitialised parameter for the constructor."""
+        return new_parameter(*shape, dtype=self._params_dtype, device=self._params_device)
+
+    def _add_map(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        bias: bool,
+        mode: Mode | None,
+        sizes: tuple[int, ...],
+        init_method: InitMethod | None,
+    ) -> None:
+        """Makes the weight and bias of a linear map, or of some of its rows.
+
+        Args:
+            prefix: of their names.
+            shape: of this rank's weight.
+            bias: whether there is one.
+            mode: "column", "row" or None.
+            sizes: sizes of the parts of the split dimension, over all ranks.
+            init_method: fills the weight in place; None: `normal_init`.
+        """
+        weight = self._new_parameter(*shape)
+        added = self._new_parameter(shape[0]) if bias else None
+        declare_map(self._parallel, mode, weight, added, sizes)
+        if self._delayed_wgrads is not None:
+            SKIP_BACKWARD_POST_HOOK.leave(weight, True)
+        self.register_parameter(f"{prefix}weight", weight)
+        self.register_parameter(f"{prefix}bias", added)
+        self._init_methods[prefix] = init_method or normal_init
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises the parameters in place; does nothing on the meta device."""
+        for prefix, init_method in self._init_methods.items():
+            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
+            if not weight.is_meta:
+                initialize(weight, init_method, self._parallel.ranks)
+                if bias is not None:
+                    bias.zero_()
+
+
+class Projection(OwnMaps):
     """A layer with one linear map: weight [out_features, in_features] and bias, optionally split by rows.
 
     Args:
@@ -62,7 +120,6 @@ class Projection(MatmulLayer):
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
         self.return_bias = return_bias
-        self.init_method = normal_init if init_method is None else init_method
         self.in_features = self._share("in_features", in_features, "row")
         self.out_features = self._share("out_features", out_features, "column")
         parts = _rows(name, parameters_split, partition_sizes, out_features)
@@ -70,27 +127,12 @@ class Projection(MatmulLayer):
         self._is_split = len(parts) > 1
         for prefix, sizes in parts.items():
             rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
-            weight = self._new_parameter(rows, self.in_features)
-            added = self._new_parameter(rows) if bias else None
             split = (in_features,) if parallel_mode == "row" else sizes
-            declare_map(self._parallel, parallel_mode, weight, added, split)
-            self.register_parameter(f"{prefix}weight", weight)
-            self.register_parameter(f"{prefix}bias", added)
-        self._declare_delays()
+            self._add_map(prefix, (rows, self.in_features), bias, parallel_mode, split, init_method)
 
     def _share(self, what: str, size: int, mode: Mode) -> int:
         """This rank's part of a size that `mode` splits."""
         return self._parallel.share(type(self).__name__, what, size) if self._mode == mode else size
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialises the parameters in place; does nothing on the meta device."""
-        for prefix in self._prefixes:
-            weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
-            if not weight.is_meta:
-                initialize(weight, self.init_method, self._parallel.ranks)
-                if bias is not None:
-                    bias.zero_()
 
     def packed_parameters(self) -> tuple[Pack, ...]:
         """Weight and bias, if each is several parameters that the GEMM reads as one operand."""
@@ -115,13 +157,10 @@ class Projection(MatmulLayer):
         Raises:
             RuntimeError: if a fused weight gradient would have to be written to several buffers.
         """
-        weight: Tensor
-        if not self._is_split:
-            weight = getattr(self, f"{self._prefixes[0]}weight")
-            return weight
-        weight = self._whole("weight")
+        weight: Tensor = self._whole("weight")
         fuses = self.fuse_wgrad_accumulation
-        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_packed(self, "weight"):
+        accumulates = fuses and fuses != "if_claimed" and weight.requires_grad
+        if accumulates and self._is_split and not is_packed(self, "weight"):
             parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
@@ -131,12 +170,11 @@ class Projection(MatmulLayer):
             )
         return weight
 
-    def _whole_bias(self) -> Tensor | None:
-        """The packed bias, [out_features], or None."""
-        bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
-        return bias if bias is None or not self._is_split else self._whole("bias")
-
-    def _whole(self, kind: str) -> Tensor:
+    def _whole(self, kind: str) -> Any:
+        """The weight, [out_features, in_features], or the bias, [out_features] or None, as one tensor."""
+        first = getattr(self, f"{self._prefixes[0]}{kind}")
+        if first is None or not self._is_split:
+            return first
         whole = packed_tensor(self, self._pack(kind)) if is_packed(self, kind) else None
         return torch.cat(self._parts_of(kind)) if whole is None else whole
 

@@ -11,19 +11,16 @@ second norm's forward kernel computes h.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
 from flatfsdp.layers.inputs import autocast_dtype
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, require_known, shared_by
+from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
@@ -91,8 +88,7 @@ class TransformerLayer(Shared):
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
-        require_known("TransformerLayer", AttentionOptions, options)
-        self._parallel = shared_by("TransformerLayer", options)
+        self._parallel = parallel_of("TransformerLayer", AttentionOptions, options)
         _check(layer_type, drop_path_rate, hidden_dropout)
         if parallel_attention_mlp and (apply_residual_connection_post_layernorm or output_layernorm):
             raise ValueError(
@@ -100,7 +96,6 @@ class TransformerLayer(Shared):
                 "output_layernorm"
             )
         self.hidden_dropout = hidden_dropout
-        self._splits_sequence = self._parallel.sequence_parallel
         self._numbers = OwnNumbers(options.get("get_rng_state_tracker"), self._parallel.ranks)
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
@@ -136,7 +131,15 @@ class TransformerLayer(Shared):
             **only(BlockOptions, options),
         )
         if output_layernorm:
-            self.layernorm = _make_norm(hidden_size, layernorm_epsilon, self._parallel, options)
+            norm = RMSNorm if options.get("normalization") == "RMSNorm" else LayerNorm
+            self.layernorm = norm(
+                hidden_size,
+                layernorm_epsilon,
+                self._parallel.sequence_parallel,
+                options.get("params_dtype"),
+                options.get("zero_centered_gamma", False),
+                options.get("device"),
+            )
 
     @takes_te_call_arguments
     def forward(
@@ -171,23 +174,21 @@ class TransformerLayer(Shared):
         """
         if (cast_to := autocast_dtype(hidden_states.device.type)) is not None:
             hidden_states = hidden_states.to(cast_to)
-        arguments: dict[str, Any] = {
-            "attn_mask_type": self_attn_mask_type,
-            "window_size": window_size,
-            "is_first_microbatch": is_first_microbatch,
-            "checkpoint_core_attention": checkpoint_core_attention,
-            "rotary_pos_emb": rotary_pos_emb,
-        }
-        if self.parallel_attention_mlp:
-            attended = self.self_attention(hidden_states, attention_mask, **arguments)
-            out, residual = self.layernorm_mlp(hidden_states, is_first_microbatch, return_residual=True)
-            return self._add(attended + out, residual)
+        returns_norm = self.self_attention.return_layernorm_output
         branch = self.self_attention(
             hidden_states,
             attention_mask,
-            return_residual=not self.self_attention.return_layernorm_output,
-            **arguments,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
+            rotary_pos_emb=rotary_pos_emb,
+            return_residual=not (returns_norm or self.parallel_attention_mlp),
         )
+        if self.parallel_attention_mlp:
+            out, residual = self.layernorm_mlp(hidden_states, is_first_microbatch, return_residual=True)
+            return self._add(branch + out, residual)
+        # With nothing between the branch and its residual, the next norm's kernel adds them as it reads them.
         norm_adds = self.hidden_dropout == 0 and not self.self_attention.return_bias
         between, residual = branch if norm_adds else (self._add(*branch), None)
         out = self._add(
@@ -212,7 +213,8 @@ class TransformerLayer(Shared):
     def _add(self, out: Tensor, *bias_and_residual: Tensor | None) -> Tensor:
         """Computes residual + dropout(out + bias); the bias may be missing, or None."""
         *bias, residual = bias_and_residual
-        with self._numbers.drawn(self._splits_sequence and self.training and self.hidden_dropout > 0):
+        drops = self.training and self.hidden_dropout > 0
+        with self._numbers.drawn(drops and self._parallel.sequence_parallel):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training
             )
@@ -232,18 +234,3 @@ def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> Non
         raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not supported: pass 0")
     if not 0 <= hidden_dropout < 1:
         raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
-
-
-def _make_norm(
-    hidden_size: int, eps: float, parallel: TensorParallel, options: AttentionOptions
-) -> LayerNorm | RMSNorm:
-    """Makes the norm at the end of a layer."""
-    norm = RMSNorm if options.get("normalization") == "RMSNorm" else LayerNorm
-    return norm(
-        hidden_size,
-        eps,
-        parallel.sequence_parallel,
-        options.get("params_dtype"),
-        options.get("zero_centered_gamma", False),
-        options.get("device"),
-    )

@@ -88,7 +88,7 @@ def turned(width: int = WIDTH, ffn: int = FFN, **options: Any) -> Turned:
 def norm_mlp_of(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
     fc1, fc2 = module.maps
     ready = prepare(module, x, fc1, fc2)
-    called = norm_mlp(module, module.norm_of, fc1, fc2, ready, "swiglu", residual=x * 2, keep=True)
+    called = norm_mlp(ready, module.norm_of, "swiglu", residual=x * 2, keep=True)
     assert called.normalized is not None
     return called.out, called.normalized, called.summed
 
@@ -96,8 +96,8 @@ def norm_mlp_of(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
 def two_calls(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
     up, down = module.maps
     ready = prepare(module, x, up, down)
-    mixed, _, summed = norm_linear(module, module.norm_of, up, ready)
-    return linear(module, down, ready.of_next(module, down, mixed[..., : module.ffn])), summed
+    mixed, _, summed = norm_linear(ready, module.norm_of)
+    return linear(ready.of_next(mixed[..., : module.ffn])), summed
 
 
 def claimed(weight: Tensor) -> Tensor:

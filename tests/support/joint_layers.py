@@ -46,7 +46,7 @@ class QKV(MatmulLayer):
         if weight is None:
             return torch.cat([part(x) for part in self.parts.values()], -1)
         of = MapOf("qkv_weight", weight, bias)
-        return linear(self, of, prepare(self, x, of))
+        return linear(prepare(self, x, of))
 
 
 class OneWeight(QKV):

@@ -28,8 +28,7 @@ from flatfsdp.layers.options import (
     MatmulOptions,
     NormOptions,
     only,
-    require_known,
-    shared_by,
+    parallel_of,
 )
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
@@ -95,8 +94,7 @@ class MultiheadAttention(Shared):
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
-        require_known("MultiheadAttention", AttentionOptions, options)
-        self._parallel = shared_by("MultiheadAttention", options)
+        self._parallel = parallel_of("MultiheadAttention", AttentionOptions, options)
         is_split = options.get("set_parallel_mode", False)
         _check(options, self._parallel, attention_type, qkv_format)
         if return_layernorm_output and not input_layernorm:
@@ -110,7 +108,7 @@ class MultiheadAttention(Shared):
         self.qkv_weight_interleaved = is_pack and options.get("qkv_weight_interleaved", True)
         self.rotary_pos_interleaved = options.get("rotary_pos_interleaved", False)
         self.qk_norm_before_rope = options.get("qk_norm_before_rope", False)
-        self.core_attention = DotProductAttention(
+        self.core_attention = core = DotProductAttention(
             num_attention_heads,
             kv_channels,
             num_gqa_groups,
@@ -124,10 +122,34 @@ class MultiheadAttention(Shared):
             sequence_parallel=options.get("sequence_parallel", False),
             get_rng_state_tracker=options.get("get_rng_state_tracker"),
         )
+        self._heads_of = HeadsOf(
+            core.num_attention_heads, core.num_gqa_groups, kv_channels, self.qkv_weight_interleaved
+        )
         query_size = num_attention_heads * kv_channels
         key_size = (num_gqa_groups or num_attention_heads) * kv_channels
         sizes = {"query": query_size, "key": key_size, "value": key_size}
-        self._add_qkv(hidden_size, sizes, layernorm_epsilon, init_method, options)
+        of_maps, bias = only(MatmulOptions, options), options.get("bias", True)
+        # Rows of interleaved groups are one part, which the ranks split between groups.
+        are_apart = is_pack and not self.qkv_weight_interleaved
+        pack: LinearOptions = {
+            **of_maps,
+            "init_method": init_method,
+            "parameters_split": None if is_pack else sizes,
+            "parallel_mode": "column" if is_split else None,
+            "partition_sizes": tuple(sizes.values()) if are_apart else None,
+        }
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                sum(sizes.values()),
+                layernorm_epsilon,
+                bias=bias,
+                return_layernorm_output=return_layernorm_output,
+                **only(NormOptions, options),
+                **pack,
+            )
+        else:
+            self.qkv = Linear(hidden_size, sum(sizes.values()), bias=bias, **pack)
         self.rotary = None
         base = options.get("rotary_base")
         if base is not None:
@@ -138,44 +160,12 @@ class MultiheadAttention(Shared):
         self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         back: LinearOptions = {
-            **only(MatmulOptions, options),
+            **of_maps,
             "return_bias": return_bias,
             "init_method": output_layer_init_method,
             "parallel_mode": "row" if is_split else None,
         }
-        self.proj = Linear(query_size, hidden_size, bias=options.get("bias", True), **back)
-
-    def _add_qkv(
-        self,
-        hidden_size: int,
-        sizes: dict[str, int],
-        eps: float,
-        init_method: InitMethod | None,
-        options: AttentionOptions,
-    ) -> None:
-        """Makes the query, key and value projection, with or without a norm."""
-        is_pack = options.get("fuse_qkv_params", False)
-        are_apart = is_pack and not self.qkv_weight_interleaved
-        pack: LinearOptions = {
-            **only(MatmulOptions, options),
-            "init_method": init_method,
-            "parameters_split": None if is_pack else sizes,
-            "parallel_mode": "column" if options.get("set_parallel_mode") else None,
-            "partition_sizes": tuple(sizes.values()) if are_apart else None,
-        }
-        width, bias = sum(sizes.values()), options.get("bias", True)
-        if not self.input_layernorm:
-            self.qkv = Linear(hidden_size, width, bias=bias, **pack)
-            return
-        self.layernorm_qkv = LayerNormLinear(
-            hidden_size,
-            width,
-            eps,
-            bias=bias,
-            return_layernorm_output=self.return_layernorm_output,
-            **only(NormOptions, options),
-            **pack,
-        )
+        self.proj = Linear(query_size, hidden_size, bias=bias, **back)
 
     @takes_te_call_arguments
     def forward(
@@ -257,19 +247,13 @@ class MultiheadAttention(Shared):
 
     def _split(self, mixed: Tensor, tables: Tables | None) -> QKV:
         """Query, key and value, normalized and rotated."""
-        attention = self.core_attention
-        batch_first = attention.qkv_format == "bshd"
+        batch_first = self.core_attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
         self._check_tables(tables)
         return heads_of_projection(
             mixed,
-            HeadsOf(
-                attention.num_attention_heads,
-                attention.num_gqa_groups,
-                attention.kv_channels,
-                self.qkv_weight_interleaved,
-            ),
+            self._heads_of,
             tables,
             batch_first=batch_first,
             neighbours=self.rotary_pos_interleaved,

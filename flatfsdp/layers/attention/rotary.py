@@ -108,23 +108,14 @@ class _Rotary(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, batch_first: bool, interleaved: bool
     ) -> Tensor:
-        ctx.batch_first, ctx.interleaved = batch_first, interleaved
+        ctx.way = way = {"batch_first": batch_first, "interleaved": interleaved}
         ctx.save_for_backward(cos, sin)
-        return rope(_dense(x), cos, sin, batch_first=batch_first, interleaved=interleaved)
+        return rope(_dense(x), cos, sin, **way)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        dx = rope(
-            _dense(dy),
-            cos,
-            sin,
-            batch_first=ctx.batch_first,
-            interleaved=ctx.interleaved,
-            inverse=True,
-        )
-        return dx, None, None, None, None
+        return rope(_dense(dy), *ctx.saved_tensors, **ctx.way, inverse=True), None, None, None, None
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.torch_private import never_traced, once_differentiable
+from flatfsdp.torch_private import Function, never_traced, once_differentiable
 
 ReductionKind = Literal["mean", "sum", "none"]
 
@@ -65,33 +65,38 @@ def cross_entropy(
     if inplace_backward:
         _require_result(logits)
     matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
-    loss: Tensor = _CrossEntropy.apply(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
+    loss: Tensor = CrossEntropyNode.run(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
     return loss.view_as(targets) if reduction == "none" else loss
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropyNode(Function):
+    """Autograd node of the loss of logits [tokens, columns of this rank]."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, how: Reduction, ranks: Ranks, inplace_backward: bool
     ) -> Tensor:
+        """Reads the logits once."""
         cols = logits.shape[1]
         first = ranks.rank * cols
-        how.require_ids(targets, ranks.size * cols)
+        counts = how.counted(targets, ranks.size * cols)
         found = joined(cross_entropy_statistics(logits, targets, first=first), ranks)
         ctx.how, ctx.first, ctx.inplace_backward = how, first, inplace_backward
-        ctx.save_for_backward(logits, targets, found.max, found.sum.log())
-        return how.loss(found.loss, targets)
+        loss, count = how.loss(found.loss, counts)
+        ctx.save_for_backward(logits, targets, found.max, found.sum.log(), count)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, largest, log_sum = ctx.saved_tensors
+        """Computes the gradient of the logits, over them if `inplace_backward`."""
+        logits, targets, largest, log_sum, count = ctx.saved_tensors
         grad = cross_entropy_grad(
             logits.detach(),
             targets,
             largest,
             log_sum,
-            ctx.how.scale(dloss, targets),
+            ctx.how.scale(dloss, targets, count),
             first=ctx.first,
             ignore_index=ctx.how.ignore_index,
             inplace=ctx.inplace_backward,
@@ -110,6 +115,7 @@ def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
         exchange = Identity.counting(Action.EXCHANGE, largest.numel())
         with launch_on_host(ranks, exchange, largest.device):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        # Each rank's sum is relative to its own maximum.
         found.sum.mul_((found.max - largest).exp_())
         found.max.copy_(largest)
         # Sum and target are adjacent rows.
@@ -132,32 +138,35 @@ class Reduction:
         if self.kind not in get_args(ReductionKind):
             raise ValueError(f"reduction is {self.kind!r}; it must be 'mean', 'sum' or 'none'")
 
-    def require_ids(self, targets: Tensor, vocabulary: int) -> None:
-        """Checks the targets without waiting for a GPU.
+    def counted(self, targets: Tensor, vocabulary: int) -> Tensor:
+        """Which tokens count, bool [tokens]; checks the targets without waiting for a GPU.
 
         Raises:
             RuntimeError: if a target is neither ignored nor an id; on a GPU later, as a failed assertion.
         """
+        counts = targets != self.ignore_index
         is_id = (targets >= 0) & (targets < vocabulary)
+        # Of booleans, >= says that what counts is an id, in one kernel.
         torch._assert_async(
-            (is_id | (targets == self.ignore_index)).all(),
+            (is_id >= counts).all(),
             f"cross_entropy: a target is outside of the vocabulary of {vocabulary}, and not "
             f"ignore_index={self.ignore_index}",
         )
+        return counts
 
-    def loss(self, of_tokens: Tensor, targets: Tensor) -> Tensor:
-        """The reduced loss: FP32, a scalar or [tokens]."""
-        counts = targets != self.ignore_index
+    def loss(self, of_tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The reduced loss, FP32, a scalar or [tokens]; and the number of tokens that it was divided by."""
         losses = of_tokens.where(counts, 0.0)
         if self.kind == "none":
-            return losses
+            return losses, None
+        count = counts.sum() if self.kind == "mean" else None
         # 0 / 0 is NaN, as in torch.
-        return losses.sum() / counts.sum() if self.kind == "mean" else losses.sum()
+        return losses.sum() if count is None else losses.sum() / count, count
 
-    def scale(self, dloss: Tensor, targets: Tensor) -> Tensor:
+    def scale(self, dloss: Tensor, targets: Tensor, count: Tensor | None) -> Tensor:
         """Gradients of the tokens' losses, FP32 [tokens]; entries of ignored tokens are unused."""
-        if self.kind == "mean":
-            dloss = dloss / (targets != self.ignore_index).sum()
+        if count is not None:
+            dloss = dloss / count
         return dloss.expand(targets.shape).contiguous()
 
 

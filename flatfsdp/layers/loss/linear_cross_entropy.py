@@ -12,27 +12,25 @@ With the vocabulary split over tensor-parallel ranks, these are each rank's colu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.comm.ranks import ALONE
+from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MainGradSlot, claim
 from flatfsdp.contract.operand import Operand
-from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import CallInput, prepare
 from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
+from flatfsdp.layers.loss.cross_entropy import CrossEntropyNode, Reduction, ReductionKind, ids_of, joined
+from flatfsdp.layers.nodes.linear import LinearNode
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import gemms
-from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
-from flatfsdp.torch_private import never_traced, once_differentiable, receives_gradient
+from flatfsdp.matmul.linear_map import LinearCall
+from flatfsdp.torch_private import Function, never_traced, once_differentiable, receives_gradient
 
 
 class LinearCrossEntropy(Linear):
@@ -113,9 +111,8 @@ class LinearCrossEntropy(Linear):
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
         of = MapOf("weight", self._whole_weight(), None)
-        return linear_cross_entropy(
-            self, of, prepare(self, inp, of), targets, self.how, self.chunk_tokens, is_first_microbatch
-        )
+        ready = prepare(self, inp, of, is_first_microbatch=is_first_microbatch)
+        return linear_cross_entropy(ready, targets, self.how, self.chunk_tokens)
 
     def extra_repr(self) -> str:
         """Settings shown in the module's repr."""
@@ -124,38 +121,50 @@ class LinearCrossEntropy(Linear):
 
 
 def linear_cross_entropy(
-    owner: MatmulLayer,
-    of: MapOf,
-    ready: CallInput,
-    targets: Tensor,
-    how: Reduction,
-    chunk_tokens: int | None = None,
-    is_first_microbatch: bool | None = None,
+    ready: CallInput, targets: Tensor, how: Reduction, chunk_tokens: int | None = None
 ) -> Tensor:
     """Cross-entropy of x w^T: FP32, a scalar, or [...] if `how` does not reduce.
 
     Args:
-        owner: a layer whose GEMMs are never in FP8 (`allows_fp8` is False).
-        of: the linear map, without a bias and not transposed.
-        ready: its input, from `prepare`.
+        ready: from `prepare`: a layer whose GEMMs are never in FP8 (`allows_fp8` is False), its linear map,
+            without a bias and not transposed, and the input.
         targets: int64 [...].
         how: reduction and ignored index.
         chunk_tokens: tokens whose logits exist at a time; None keeps all logits until backward.
-        is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 
     Raises:
         ValueError: if a shape does not fit.
         TypeError: if is_first_microbatch is not None, True or False.
         RuntimeError: if a target is not in the vocabulary; on a GPU later, as a failed assertion.
     """
-    inp, x, leading, casts, _ = ready
-    ids = ids_of(type(owner).__name__, leading, targets)
-    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
-    loss: Tensor = _LinearCrossEntropy.apply(x, of.weight, ids, operand, call, how, chunk_tokens)
+    ids = ids_of(type(ready.owner).__name__, ready.leading, targets)
+    operand, call = ready.prepared(0, (ready.inp,))
+    x, weight = ready.x, ready.maps[0].weight
+    # Without a split vocabulary each rank computes its own loss.
+    ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
+    loss: Tensor
+    if chunk_tokens is None:
+        loss = _OfLogits.run(LinearNode.run(x, weight, None, operand, call), ids, how, ranks, True)
+    else:
+        loss = _OfChunks.run(x, weight, ids, operand, call, how, ranks, chunk_tokens)
     return loss.view_as(targets) if how.kind == "none" else loss
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _OfLogits(CrossEntropyNode):
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd notices overwritten logits, too, but does not say what to do, and sees nothing where hooks
+        # on saved tensors have made a copy.
+        if getattr(ctx, "is_spent", False):
+            raise RuntimeError(
+                "LinearCrossEntropy: second backward through one forward, whose logits the first one has "
+                "overwritten; use chunk_tokens, which recomputes them"
+            )
+        ctx.is_spent = True
+        return CrossEntropyNode.backward(ctx, dloss)
+
+
+class _OfChunks(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -165,83 +174,54 @@ class _LinearCrossEntropy(torch.autograd.Function):
         operand: Operand,
         call: LinearCall,
         how: Reduction,
-        chunk_tokens: int | None,
+        ranks: Ranks,
+        chunk_tokens: int,
     ) -> Tensor:
-        # Without a split vocabulary each rank computes its own loss.
-        ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
-        first = ranks.rank * weight.shape[0]
-        how.require_ids(targets, ranks.size * weight.shape[0])
-        logits = None
-        if chunk_tokens is None:
-            logits, saved = linear_forward(Operand(x), operand, None, call)
-            statistics = cross_entropy_statistics(logits, targets, first=first)
-        else:
-            saved = LinearSaved(Operand(x), operand)
-            chunks = zip(_gathered(x, call).split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-            statistics = torch.cat([_statistics(part, ids, first, operand, call) for part, ids in chunks], 1)
-        found = joined(statistics, ranks)
-        ctx.call, ctx.how, ctx.first = call, how, first
-        ctx.chunk_tokens, ctx.is_spent = chunk_tokens, False
-        ctx.save_for_backward(targets, found.max, found.sum.log(), logits, *saved.tensors)
-        return how.loss(found.loss, targets)
+        cols = weight.shape[0]
+        ctx.first = first = ranks.rank * cols
+        counts = how.counted(targets, ranks.size * cols)
+        chunks = zip(_gathered(x, call).split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        # Nothing may hold a chunk's logits: the next ones reuse their memory.
+        parts = [
+            cross_entropy_statistics(_logits(part, operand, call), ids, first=first) for part, ids in chunks
+        ]
+        found = joined(torch.cat(parts, 1), ranks)
+        ctx.call, ctx.how, ctx.chunk_tokens = call, how, chunk_tokens
+        loss, count = how.loss(found.loss, counts)
+        ctx.save_for_backward(targets, found.max, found.sum.log(), count, x, operand.high)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_spent:
-            raise RuntimeError(
-                "LinearCrossEntropy: second backward through one forward, whose logits the first one has "
-                "overwritten; use chunk_tokens, which recomputes them"
+        """Recomputes logits chunk by chunk; all chunks add to one FP32 weight gradient."""
+        targets, largest, log_sum, count, x, high = ctx.saved_tensors
+        call: LinearCall = ctx.call
+        weight, slot, dx = Operand(high), _weight_grad_slot(high, call), []
+        scale = ctx.how.scale(dloss, targets, count)
+        of_tokens = (_gathered(x, call), targets, largest, log_sum, scale)
+        for chunk, *of_chunk in zip(*(each.split(ctx.chunk_tokens) for each in of_tokens), strict=True):
+            dy = Operand(
+                cross_entropy_grad(
+                    _logits(chunk, weight, call),
+                    *of_chunk,
+                    first=ctx.first,
+                    ignore_index=ctx.how.ignore_index,
+                    inplace=True,
+                )
             )
-        targets, largest, log_sum, logits, *tensors = ctx.saved_tensors
-        saved = LinearSaved.of(tensors)
-        to_grad = ToGrad(targets, largest, log_sum, ctx.how.scale(dloss, targets), ctx.first, ctx.how)
-        if logits is None:
-            grads = _chunked_backward(to_grad, saved, ctx.call, ctx.chunk_tokens)
-        else:
-            ctx.is_spent = True
-            grads = linear_backward(Quantized(to_grad.over(logits), None), saved, ctx.call, ctx)
-        return grads.x, grads.weight, None, None, None, None, None
-
-
-@dataclass
-class ToGrad:
-    """Turns logits into their gradient (`cross_entropy_grad`).
-
-    Attributes:
-        targets, largest, log_sum, scale: [tokens].
-        first: id of the first column.
-        how: reduction and ignored index.
-    """
-
-    targets: Tensor
-    largest: Tensor
-    log_sum: Tensor
-    scale: Tensor
-    first: int
-    how: Reduction
-
-    def over(self, logits: Tensor) -> Operand:
-        """The gradient, written over the logits."""
-        return Operand(
-            cross_entropy_grad(
-                logits.detach(),
-                self.targets,
-                self.largest,
-                self.log_sum,
-                self.scale,
-                first=self.first,
-                ignore_index=self.how.ignore_index,
-                inplace=True,
-            )
-        )
-
-    def split(self, tokens: int) -> Iterator[ToGrad]:
-        """Splits into chunks of `tokens` tokens."""
-        of_tokens = (self.targets, self.largest, self.log_sum, self.scale)
-        chunks = (tensor.split(tokens) for tensor in of_tokens)
-        for targets, largest, log_sum, scale in zip(*chunks, strict=True):
-            yield ToGrad(targets, largest, log_sum, scale, self.first, self.how)
+            if call.needs_input_grad:
+                dx.append(gemms.dgrad(dy, weight, call.dtype, call.split))
+            if slot is not None:
+                two_passes = call.fuse_wgrad == "two_pass"
+                gemms.accumulate_wgrad(
+                    slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
+                )
+                slot = slot._replace(first=False)
+            # Freed first: the next chunk's logits reuse the memory.
+            del dy
+        dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
+        return _summed(torch.cat(dx), call) if dx else None, dweight, *(None,) * 6
 
 
 def _gathered(x: Tensor, call: LinearCall) -> Tensor:
@@ -251,37 +231,6 @@ def _gathered(x: Tensor, call: LinearCall) -> Tensor:
 
 def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
     return gemms.fprop(Operand(x), weight, None, call.dtype, call.split)
-
-
-def _statistics(x: Tensor, targets: Tensor, first: int, weight: Operand, call: LinearCall) -> Tensor:
-    """Statistics of one chunk, whose logits are freed on return."""
-    return cross_entropy_statistics(_logits(x, weight, call), targets, first=first)
-
-
-def _chunked_backward(
-    to_grad: ToGrad, saved: LinearSaved, call: LinearCall, chunk_tokens: int
-) -> LinearGrads:
-    """Recomputes logits chunk by chunk; all chunks add to one FP32 weight gradient."""
-    x, weight = saved.x.high, saved.weight.high
-    assert x is not None and weight is not None
-    slot = _weight_grad_slot(weight, call)
-    dx = []
-    for chunk, of_chunk in zip(
-        _gathered(x, call).split(chunk_tokens), to_grad.split(chunk_tokens), strict=True
-    ):
-        dy = of_chunk.over(_logits(chunk, saved.weight, call))
-        if call.needs_input_grad:
-            dx.append(gemms.dgrad(dy, saved.weight, call.dtype, call.split))
-        if slot is not None:
-            two_passes = call.fuse_wgrad == "two_pass"
-            gemms.accumulate_wgrad(
-                slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
-            )
-            slot = slot._replace(first=False)
-        # Freed first: the next chunk's logits reuse the memory.
-        del dy
-    dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
-    return LinearGrads(_summed(torch.cat(dx), call) if dx else None, dweight, None)
 
 
 def _summed(dx: Tensor, call: LinearCall) -> Tensor:

@@ -48,23 +48,15 @@ class NormLinearNode(Function):
         spec: NormLinearSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Normalizes, casts and multiplies."""
-        normalized = normalize(
-            x,
-            norm_weight,
-            norm_bias,
-            spec.norm,
-            spec.call.input_quantizer,
-            residual=residual,
-            columnwise=spec.call.wants_columnwise_input,
-            keep=spec.keep,
+        normalized, kept, norm = normalize(
+            x, residual, norm_weight, norm_bias, spec.norm, spec.call, spec.keep
         )
-        out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
+        out, saved = linear_forward(normalized, operand, bias, spec.call)
         ctx.spec = spec
-        statistics = (normalized.summed, norm_weight, normalized.mean, normalized.rstd)
-        is_needed = spec.call.needs_input_grad
-        ctx.save_for_backward(*(statistics if is_needed else (None,) * 4), *saved.tensors)
+        ctx.save_for_backward(*(norm if spec.call.needs_input_grad else (None,) * 4), *saved.tensors)
+        # A result that nothing used has no gradient; zeros in its place would cost memory and a pass.
         ctx.set_materialize_grads(False)
-        return out, normalized.out, normalized.summed
+        return out, kept, norm[0]
 
     @staticmethod
     @once_differentiable

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import activation_backward, activation_forward
-from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize
+from flatfsdp.layers.normalized import NormKind, NormSaved, add_to, cast_by, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
 from flatfsdp.torch_private import Function, once_differentiable
 
@@ -49,13 +49,6 @@ class NormMLPSpec:
         return replace(self, keep=False, fc1=self.fc1.again(), fc2=self.fc2.again())
 
 
-class _BeforeFc2(NamedTuple):
-    normalized: Normalized
-    fc1: LinearSaved
-    fc1_out: Tensor
-    activated: Operand
-
-
 def _before_fc2(
     x: Tensor,
     residual: Tensor | None,
@@ -64,33 +57,15 @@ def _before_fc2(
     fc1_weight: Operand,
     fc1_bias: Tensor | None,
     spec: NormMLPSpec,
-) -> _BeforeFc2:
-    normalized = normalize(
-        x,
-        norm_weight,
-        norm_bias,
-        spec.norm,
-        spec.fc1.input_quantizer,
-        residual=residual,
-        columnwise=spec.fc1.wants_columnwise_input,
-        keep=spec.keep,
-    )
-    fc1_out, saved = linear_forward(normalized.operand, fc1_weight, fc1_bias, spec.fc1)
+) -> tuple[Tensor | None, NormSaved, Tensor, LinearSaved, Operand]:
+    """Returns norm(x) if requested, what backward needs of norm and fc1, and the input of fc2."""
+    normalized, kept, norm = normalize(x, residual, norm_weight, norm_bias, spec.norm, spec.fc1, spec.keep)
+    fc1_out, fc1 = linear_forward(normalized, fc1_weight, fc1_bias, spec.fc1)
     quantizer, columnwise = spec.fc2.input_quantizer, spec.fc2.wants_columnwise_input
-    fused = quantizer.fused
-    outputs = activation_forward(
-        fc1_out,
-        spec.activation,
-        high_precision=fused is None,
-        columnwise=columnwise and fused is not None,
-        **(fused or {}),
+    activated, _ = cast_by(
+        activation_forward, fc1_out, spec.activation, quantizer=quantizer, columnwise=columnwise
     )
-    if fused is not None:
-        activated = quantizer.operand(outputs.rowwise, outputs.columnwise)
-    else:
-        assert outputs.out is not None
-        activated = quantizer.cast(outputs.out, rowwise=True, columnwise=columnwise).operand
-    return _BeforeFc2(normalized, saved, fc1_out, activated)
+    return kept, norm, fc1_out, fc1, activated
 
 
 class NormMLPNode(Function):
@@ -112,20 +87,24 @@ class NormMLPNode(Function):
         spec: NormMLPSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Applies norm, fc1, activation and fc2."""
-        before = _before_fc2(x, residual, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
-        summed = before.normalized.summed
-        out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
+        kept, norm, fc1_out, fc1, activated = _before_fc2(
+            x, residual, norm_weight, norm_bias, fc1_weight, fc1_bias, spec
+        )
+        out, fc2 = linear_forward(activated, fc2_weight, fc2_bias, spec.fc2)
         ctx.spec = spec
+        # A result that nothing used has no gradient; zeros in its place would cost memory and a pass.
         ctx.set_materialize_grads(False)
         if spec.checkpoint:
-            ctx.save_for_backward(summed, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
+            ctx.save_for_backward(norm[0], norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
         else:
-            mean, rstd = before.normalized.mean, before.normalized.rstd
             # Backward stops early where everything before fc1, or before fc2, is frozen.
-            norm = (summed, norm_weight, mean, rstd) if spec.fc1.needs_input_grad else (None,) * 4
-            fc1_out = before.fc1_out if spec.fc2.needs_input_grad else None
-            ctx.save_for_backward(*norm, fc1_out, *before.fc1.tensors, *fc2.tensors)
-        return out, before.normalized.out, summed
+            ctx.save_for_backward(
+                *(norm if spec.fc1.needs_input_grad else (None,) * 4),
+                fc1_out if spec.fc2.needs_input_grad else None,
+                *fc1.tensors,
+                *fc2.tensors,
+            )
+        return out, kept, norm[0]
 
     @staticmethod
     @once_differentiable
@@ -134,51 +113,41 @@ class NormMLPNode(Function):
     ) -> tuple[Tensor | None, ...]:
         """Computes the gradients of x, residual and parameters."""
         spec: NormMLPSpec = ctx.spec.again() if ctx.spec.checkpoint else ctx.spec
-        saved = _saved(ctx.saved_tensors, spec)
+        norm, fc1_out, fc1, fc2 = _saved(ctx.saved_tensors, spec)
         fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
         if dy is not None:
             quantized = quantize_grad(dy, spec.fc2)
-            dactivated, fc2_dweight, fc2_dbias = linear_backward(quantized, saved.fc2, spec.fc2, ctx)
+            dactivated, fc2_dweight, fc2_dbias = linear_backward(quantized, fc2, spec.fc2, ctx)
             if dactivated is not None:
-                assert saved.fc1_out is not None
-                quantized = _activation_backward(dactivated, saved.fc1_out, spec)
-                dx, fc1_dweight, fc1_dbias = linear_backward(quantized, saved.fc1, spec.fc1, ctx)
+                assert fc1_out is not None
+                quantized = _activation_backward(dactivated, fc1_out, spec)
+                dx, fc1_dweight, fc1_dbias = linear_backward(quantized, fc1, spec.fc1, ctx)
                 dnormalized = add_to(dx, dnormalized)
         maps = (fc1_dweight, fc1_dbias, fc2_dweight, fc2_dbias)
-        grads = input_grads(
-            dnormalized, saved.norm, spec.norm, dresidual, has_residual=ctx.needs_input_grad[1]
-        )
+        grads = input_grads(dnormalized, norm, spec.norm, dresidual, has_residual=ctx.needs_input_grad[1])
         return *grads, *maps, None, None, None
 
 
-class _Saved(NamedTuple):
-    """Tensors for backward; None entries are not needed.
+def _saved(
+    tensors: Sequence[Tensor | None], spec: NormMLPSpec
+) -> tuple[Sequence[Tensor | None], Tensor | None, LinearSaved, LinearSaved]:
+    """Tensors that were saved, or are recomputed; None where not needed.
 
-    Attributes:
-        norm: the norm's input, weight, mean and rstd.
+    Returns:
+        The norm's input, weight, mean and rstd; fc1's result; what each map needs.
     """
-
-    norm: Sequence[Tensor | None]
-    fc1_out: Tensor | None
-    fc1: LinearSaved
-    fc2: LinearSaved
-
-
-def _saved(tensors: Sequence[Tensor | None], spec: NormMLPSpec) -> _Saved:
-    """The tensors that the forward saved, or recomputed ones."""
     if not spec.checkpoint:
         norm, fc1_out, maps = tensors[:4], tensors[4], tensors[5:]
         middle = len(maps) // 2
-        fc1, fc2 = LinearSaved.of(maps[:middle]), LinearSaved.of(maps[middle:])
-        return _Saved(norm, fc1_out, fc1, fc2)
+        return norm, fc1_out, LinearSaved.of(maps[:middle]), LinearSaved.of(maps[middle:])
     x, norm_weight, norm_bias, fc1_bias, *weights = tensors
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
     fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
-    before = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
-    fc2 = LinearSaved(before.activated.for_backward, fc2_weight)
-    mean, rstd = before.normalized.mean, before.normalized.rstd
-    return _Saved((x, norm_weight, mean, rstd), before.fc1_out, before.fc1, fc2)
+    _, norm, fc1_out, fc1, activated = _before_fc2(
+        x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec
+    )
+    return norm, fc1_out, fc1, LinearSaved(activated.for_backward, fc2_weight)
 
 
 def _activation_backward(dy: Tensor, x: Tensor, spec: NormMLPSpec) -> Quantized:

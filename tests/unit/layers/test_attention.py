@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import WindowMasks
-from flatfsdp.layers.attention.qkv import split_qkv
+from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from tests.support import plain_layers as plain
 
 SEQ, BATCH, HEADS, DIM = 9, 3, 4, 8
@@ -118,7 +118,9 @@ def test_views_of_a_pack_projection_reach_torch_uncopied(qkv_format: str, monkey
         return F.scaled_dot_product_attention(query, key, value, **arguments)
 
     monkeypatch.setattr(sdpa, "F", SimpleNamespace(scaled_dot_product_attention=spy))
-    DotProductAttention(HEADS, DIM, qkv_format=qkv_format)(*split_qkv(mixed, HEADS, HEADS, DIM, True))
+    DotProductAttention(HEADS, DIM, qkv_format=qkv_format)(
+        *split_qkv(mixed, HeadsOf(HEADS, HEADS, DIM, True))
+    )
     assert len(seen) == 3
     assert {x.untyped_storage().data_ptr() for x in seen} == {mixed.untyped_storage().data_ptr()}
 

@@ -257,7 +257,7 @@ def test_a_backward_to_some_parts_of_a_transposed_pack() -> None:
     PACKED_PARTS.leave(weight, tuple(parts))
     buffer = claimed(weight)
     up = MapOf("up_weight", weight, None, transposed=True)
-    out = linear(module, up, prepare(module, x, up, module.maps[1]))
+    out = linear(prepare(module, x, up, module.maps[1]))
     out.square().sum().backward(inputs=parts[:1])
     assert error(parts[0].grad, expected) < EPS[torch.float32]
     assert parts[1].grad is None and not buffer.any()
@@ -271,9 +271,7 @@ def test_a_transposed_weight_that_evaluation_has_cast_serves_the_backward(first:
 
     def call(x: Tensor, first: bool | None) -> Tensor:
         up, down = module.maps
-        return norm_linear(
-            module, module.norm_of, up, prepare(module, x, up, down), is_first_microbatch=first
-        ).out
+        return norm_linear(prepare(module, x, up, down, is_first_microbatch=first), module.norm_of).out
 
     with autocast(recipe=recipe):
         with torch.no_grad():
@@ -328,7 +326,7 @@ def test_a_head_of_foreign_parameters(chunk_tokens: int | None, kind: Any) -> No
     how = Reduction(-100, kind)
     found = []
     for each in (
-        lambda x: linear_cross_entropy(foreign, of, prepare(foreign, x, of), ids, how, chunk_tokens),
+        lambda x: linear_cross_entropy(prepare(foreign, x, of), ids, how, chunk_tokens),
         lambda x: layer(x, ids),
     ):
         leaf = x.clone().requires_grad_()

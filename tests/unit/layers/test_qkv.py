@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.layers.attention.qkv import split_and_rotate, split_qkv
+from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.support import plain_layers as plain
 
@@ -28,7 +28,7 @@ def parts(mixed: Tensor, heads: int, groups: int, dim: int, interleaved: bool) -
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_forward_and_backward_against_single_heads(heads: int, groups: int, interleaved: bool) -> None:
     mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8)
-    ours = split_qkv(mixed, heads, groups, 8, interleaved)
+    ours = split_qkv(mixed, HeadsOf(heads, groups, 8, interleaved))
     expected = parts(mixed, heads, groups, 8, interleaved)
     for got, wanted in zip(ours, expected, strict=True):
         assert torch.equal(got, wanted)
@@ -42,7 +42,7 @@ def test_forward_and_backward_against_single_heads(heads: int, groups: int, inte
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_parts_are_views(heads: int, groups: int, interleaved: bool) -> None:
     mixed = torch.randn(5, 3, (heads + 2 * groups) * 8)
-    query, key, value = split_qkv(mixed, heads, groups, 8, interleaved)
+    query, key, value = split_qkv(mixed, HeadsOf(heads, groups, 8, interleaved))
     memory = mixed.untyped_storage().data_ptr()
     assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() == memory
     is_copied = interleaved and 1 < groups < heads
@@ -51,7 +51,7 @@ def test_parts_are_views(heads: int, groups: int, interleaved: bool) -> None:
 
 def test_a_part_without_a_gradient_counts_as_zero() -> None:
     mixed = plain.leaf(2, 2, 24)
-    split_qkv(mixed, 1, 1, 8, False).value.sum().backward()
+    split_qkv(mixed, HeadsOf(1, 1, 8, False)).value.sum().backward()
     assert mixed.grad is not None
     assert torch.equal(mixed.grad[..., 16:], torch.ones(2, 2, 8))
     assert torch.equal(mixed.grad[..., :16], torch.zeros(2, 2, 16))
@@ -59,27 +59,26 @@ def test_a_part_without_a_gradient_counts_as_zero() -> None:
 
 def test_a_wrong_size_is_named() -> None:
     with pytest.raises(ValueError, match="has 64 of them, not 63"):
-        split_qkv(torch.randn(2, 2, 63), 4, 2, 8, True)
+        split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True))
 
 
 @SHAPES
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("neighbours", [False, True])
-def test_split_and_rotate_at_once(
+def test_splits_and_rotates_at_once(
     heads: int, groups: int, interleaved: bool, batch_first: bool, neighbours: bool
 ) -> None:
     mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8).bfloat16().detach().requires_grad_()
     cos, sin, _ = RotaryPositionEmbedding(6)(8)
-    split = split_qkv(mixed, heads, groups, 8, interleaved)
+    split = split_qkv(mixed, HeadsOf(heads, groups, 8, interleaved))
     query, key = (
         apply_rotary(x, cos, sin, batch_first=batch_first, interleaved=neighbours)
         for x in (split.query, split.key)
     )
     expected = query, key, split.value
-    ours = split_and_rotate(
-        mixed, heads, groups, 8, interleaved, cos, sin, batch_first=batch_first, neighbours=neighbours
-    )
+    of = HeadsOf(heads, groups, 8, interleaved)
+    ours = split_qkv(mixed, of, (cos, sin), batch_first=batch_first, neighbours=neighbours)
     grads = [torch.randn_like(part) for part in expected]
     for got, wanted in zip(ours, expected, strict=True):
         assert torch.equal(got, wanted) and got.shape == wanted.shape
@@ -92,14 +91,13 @@ def test_split_and_rotate_at_once(
 def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> None:
     mixed = plain.leaf(5, 3, 4 * 8)
     cos, sin, _ = RotaryPositionEmbedding(8)(5)
-    for part in split_and_rotate(mixed, 2, 1, 8, interleaved, cos, sin, batch_first=False, neighbours=False):
+    for part in split_qkv(mixed, HeadsOf(2, 1, 8, interleaved), (cos, sin)):
         assert part.untyped_storage().data_ptr() != mixed.untyped_storage().data_ptr()
 
 
-def test_split_and_rotate_names_a_wrong_size() -> None:
-    cos, sin, _ = RotaryPositionEmbedding(8)(4)
-    of = {"batch_first": False, "neighbours": False}
+def test_a_wrong_size_is_named_with_rope() -> None:
+    tables = RotaryPositionEmbedding(8)(4)
     with pytest.raises(ValueError, match="has 64 of them, not 63"):
-        split_and_rotate(torch.randn(2, 2, 63), 4, 2, 8, True, cos, sin, **of)
+        split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True), tables)
     with pytest.raises(ValueError, match="x needs at least 5 rows"):
-        split_and_rotate(torch.randn(5, 2, 64), 4, 2, 8, False, cos, sin, **of)
+        split_qkv(torch.randn(5, 2, 64), HeadsOf(4, 2, 8, False), tables)

@@ -91,7 +91,7 @@ class FusedAttention(FusedHalf):
         adapted = [lora.adds(each) for each in projections]
         all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
         ready = prepare(self, hidden_states, *all_maps)
-        called = norm_linear(self, norm_of(norm), maps.qkv, ready, keep=any(adapted))
+        called = norm_linear(ready, norm_of(norm), keep=any(adapted))
         mixed = called.out
         if any(adapted):
             assert called.normalized is not None
@@ -103,10 +103,7 @@ class FusedAttention(FusedHalf):
             cache = getattr(cache, "self_attention_cache", cache)
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
-        if maps.out is None:
-            out = self._second()(context)
-        else:
-            out = linear(self, maps.out, ready.of_next(self, maps.out, context))
+        out = self._second()(context) if maps.out is None else linear(ready.of_next(context))
         return out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------

@@ -49,11 +49,11 @@ class FusedHead(FusedPart, MatmulLayer):
         if targets is not None:
             assert how is not None
             chunk = self._fusion.head_chunk_tokens
-            return linear_cross_entropy(self, of, prepare(self, input, of), targets, how, chunk)
+            return linear_cross_entropy(prepare(self, input, of), targets, how, chunk)
         if not torch.is_grad_enabled() or no_tensor("it", self):
             logits: Tensor = super().forward(input)
             return logits
-        return linear(self, of, prepare(self, input, of))
+        return linear(prepare(self, input, of))
 
 
 class FusedCausalLM(FusedPart, nn.Module):

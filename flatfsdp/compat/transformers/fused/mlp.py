@@ -79,11 +79,8 @@ class FusedMLP(FusedHalf):
     ) -> tuple[Tensor, Tensor]:
         """Computes the branch; also returns the norm's input, hidden_states + residual."""
         called = norm_mlp(
-            self,
-            norm_of(norm),
-            maps.first,
-            maps.second,
             prepare(self, hidden_states, maps.first, maps.second),
+            norm_of(norm),
             maps.activation,
             residual=residual,
         )
