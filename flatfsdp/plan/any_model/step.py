@@ -207,7 +207,7 @@ class _Run:
     @contextmanager
     def _standing_for(self, times: int) -> Iterator[None]:
         """What is computed and sent inside counts so many times."""
-        sent = self._model.fsdp_state.ledger.bytes
+        sent = self._model.fsdp_state.shared.ledger.bytes
         before, self._work.times = dict(sent), times
         yield
         self._work.times = 1
