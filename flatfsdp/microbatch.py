@@ -29,8 +29,7 @@ class Microbatch:
         is_last: whether the running backward, or the next one, is the last of the step.
         index: number of backwards finished in this step.
         steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
-        step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was opened
-            in, so gradients of an abandoned step are never added to.
+        step: number of steps ended, reduced or abandoned.
         awaits_gradients: whether no gradient has landed since the model's last training forward.
         is_left: whether a loop was left before the last backward of this step.  What it accumulated is
             dropped at the next forward or backward; until then an optimizer's step raises, unless it was

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -33,3 +34,10 @@ class Attribute(Generic[T]):
     def leave(self, owner: Tensor | nn.Module, value: T) -> None:
         """Sets the attribute on `owner`."""
         setattr(owner, self.name, value)
+
+
+class OfThisProcess(partial[Any]):
+    """A method of the engine that a tensor has; a pickled copy of the tensor has None, and no engine."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()

@@ -2,7 +2,7 @@
 
 In:   a module and options.
 Out:  a module whose `parameters()` are flat shards that any optimizer can update.
-Next: its `forward` drives `engine/step/unit.py`; to follow one parameter, start at `claim.py`.
+Next: its `forward` drives `engine/step/driven_unit.py`; to follow one parameter, start at `claim.py`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,12 @@ def root_of(wrapped: UnitModule) -> Root:
         )
     for unit in inside:
         _require_same_settings(unit, outermost)
-    root = Root(list(inside), policy, shared, number)
+    try:
+        root = Root(list(inside), policy, shared, number)
+    except BaseException:
+        # Not used after all: the next call tries again.
+        shared.identity = None
+        raise
     for unit in inside:
         unit.join(root)
     shared.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)

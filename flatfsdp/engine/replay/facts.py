@@ -212,7 +212,7 @@ class Surroundings:
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
         trained = (group.kept_grad for group in self._root.groups if is_last and group.trains)
-        if any(kept is None or kept.free_memory is None for kept in trained):
+        if any(kept is not None and kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
 

@@ -175,7 +175,9 @@ class Replayed(Generic[P, R]):
             self._surroundings = Surroundings(root, self._model)
             root.pools.add(graphs)
             root.call_before_shutdown(self.release)
-            _follow_stream(root)
+            for group in root.groups:
+                # Nodes that serve all forwards: their backward runs on the stream that made them.
+                group.params.remake_packs()
         surroundings = self._surroundings
         if key.is_first:
             root.look_at_user()
@@ -292,12 +294,6 @@ class Replayed(Generic[P, R]):
         if reason not in self._said:
             self._said.add(reason)
             logger.warning("microbatches are run eagerly, not replayed: %s", reason)
-
-
-def _follow_stream(root: Root) -> None:
-    """Makes autograd nodes anew that serve all forwards: their backward runs on the stream that made them."""
-    for group in root.groups:
-        group.params.remake_packs()
 
 
 def keep_addresses(root: Root, *, of_sums: bool) -> None:

@@ -1,6 +1,6 @@
 """`Backward`: tracks a model's running backward, the forwards that it has reached, and its end.
 
-In:   calls from the first event of a backward (`unit.py`), and from many later ones.
+In:   calls from the first event of a backward (`driven_unit.py`), and from many later ones.
 Out:  one call at the end of the backward, when all gradients have landed; or the knowledge that it failed.
 """
 

@@ -259,6 +259,8 @@ class DrivenUnit(Unit):
             RuntimeError: if the parameters were not there when it was computed.
         """
         if group.state.shard is ShardState.SHARDED:
+            # It is in `main_grad` by now, and would be added to the next step's.
+            group.drop_unreduced()
             raise RuntimeError(
                 f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN "
                 "in their place: its forward has handed out a tensor beside its outputs (through a closure "

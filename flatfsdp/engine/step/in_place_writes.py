@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
-
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import never_traced
 
@@ -85,10 +83,7 @@ class WriteCheck:
                 if len(names) > 1:
                     # Views of one tensor count together, and of these a table with `max_norm` has written.
                     sites = [site for sites in group.binding.sites for site in sites]
-                    tables = {group.unit.prefix + site.name for site in sites if _is_renormed(site.module)}
+                    renormed = (site for site in sites if getattr(site.module, "max_norm", None) is not None)
+                    tables = {group.unit.prefix + site.name for site in renormed}
                     names = [name for name in names if name in tables] or names
                 yield group, " or ".join(names)
-
-
-def _is_renormed(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

@@ -5,7 +5,7 @@ Out:  the same; if the first one is in FP32, with all FP32 tensors in the dtype 
 
 The outermost forward is given labels, times and weights of a loss beside activations, and nothing tells which
 is which.  So it gets what its caller has, and a tensor is cast where a parameter meets it.  Units inside are
-given activations first: these are cast at the door (`step/unit.py`), with less work for the host.
+given activations first: these are cast at the door (`step/driven_unit.py`), with less work for the host.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In:   the modules of one unit, and when its forward began.
 Out:  the tensors that this forward has made and left there, as attributes, buffers, or in containers.
-Next: `unit.py` treats them like outputs: a backward that begins with one of them gathers the unit first.
+Next: `driven_unit.py` treats them like outputs: a backward that begins with one gathers the unit first.
       Otherwise it would read freed memory.
 """
 

@@ -1,6 +1,6 @@
 """Records the order in which a forward calls its units, to know what the next one should gather ahead.
 
-In:   units as they are called (`unit.py`).
+In:   units as they are called (`driven_unit.py`).
 Out:  the units to gather ahead, in a forward and in its backward.
 """
 

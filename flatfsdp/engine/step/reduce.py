@@ -1,6 +1,6 @@
 """Gradients on their way from `main_grad` to the master shard's `.grad`.
 
-In:   units whose last gradient of a reducing backward has landed (`unit.py`).
+In:   units whose last gradient of a reducing backward has landed (`driven_unit.py`).
 Out:  the master's gradient: this rank's shard of the mean over all data-parallel ranks.
 Next: hooks that users have on views (`register_post_accumulate_grad_hook`), `optim/clip.py`, the optimizer.
 
@@ -105,7 +105,7 @@ class Reducer:
         self._next = 0
         self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
-        self._reduced: list[tuple[FlatGroup, Tensor]] = []
+        self._reduced: dict[FlatGroup, Tensor] = {}
 
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
@@ -140,7 +140,7 @@ class Reducer:
             self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
         while self._in_flight:
             self._retire()
-        reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced]
+        reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced.items()]
         self.forget()
         return reduced
 
@@ -178,8 +178,10 @@ class Reducer:
         if group.grid.shard.size == 1:
             return flat
         dtype, kept = group.unit.policy.precision.reduce, _kept(group)
-        # Right into the memory that the optimizer will read; an earlier sum must not lie in it.
-        if kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
+        # Right into the memory that the optimizer will read, unless a backward around this one has reduced
+        # into it already: a unit in a reentrant checkpoint may be reduced twice.
+        is_first = group not in self._reduced and not any(group in each.groups for each in self._in_flight)
+        if is_first and kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
@@ -208,7 +210,12 @@ class Reducer:
     def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
         if group.partial_grad is not None or not is_last:
-            reduced = self._add_to_partial(group, reduced)
+            # In the dtype of accumulation, as a sum of microbatches.
+            reduced = self._cast(reduced, group.unit.policy.precision.accumulate)
+            if group.partial_grad is not None:
+                reduced = group.partial_grad.add_(reduced)
+                self._shared.ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
+            group.partial_grad = reduced
         if not is_last:
             return reduced
         group.partial_grad = None
@@ -224,15 +231,6 @@ class Reducer:
             # In FP32 at least: it is sent once a step, which costs little, and nothing is rounded on the way.
             reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
             self._all_reduce(group, reduced, grid.tensor, "tp_all_reduce", Action.REDUCE_PARTIAL, mean=False)
-        return reduced
-
-    def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
-        """Adds to the sum over this step's reducing backwards, in the dtype of accumulation."""
-        reduced, partial = self._cast(reduced, group.unit.policy.precision.accumulate), group.partial_grad
-        if partial is not None:
-            reduced = partial.add_(reduced)
-            self._shared.ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
-        group.partial_grad = reduced
         return reduced
 
     def _all_reduce(
@@ -252,9 +250,13 @@ class Reducer:
         if reduction.is_complete:
             for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
                 grad, kept = self._cast(reduced, group.master.grad_dtype), _kept(group)
+                if group in self._reduced:
+                    self._reduced[group].add_(grad)
+                    self._shared.ledger.add("accumulate", 3 * grad.numel() * grad.element_size())
+                    continue
                 if kept is not None and kept.data_ptr() != grad.data_ptr():
                     grad = kept.copy_(grad)
-                self._reduced.append((group, grad))
+                self._reduced[group] = grad
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts to the reduce dtype; usually nothing, as gradients are accumulated in that dtype."""
@@ -273,6 +275,8 @@ class Reducer:
             torch.cuda.current_stream(self._shared.device).synchronize()
         for (group, _, _), grad, of_group in zip(reduced, grads, used, strict=True):
             added = group.master.add_grad(grad, of_group)
+            # Before hooks, which may step an optimizer: what is reduced no longer waits for it.
+            group.master.marks.stop()
             if added:
                 self._shared.ledger.add("accumulate", 3 * added * grad.element_size())
         # Once all gradients are there: a hook may step an optimizer that has parameters of several groups.

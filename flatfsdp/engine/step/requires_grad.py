@@ -2,7 +2,7 @@
 
 In:   the flags of the parameters that modules list, and of what modules show.
 Out:  both, the optimizer's parameters, and the graphs of coming forwards have the flags that changed.
-Next: `unit.py` waits for the gradients of the slots that are trained; `reduce.py` reduces their groups.
+Next: `driven_unit.py` waits for gradients of the slots that are trained; `reduce.py` reduces their groups.
 
     at the forward    at the backward    gradients
     trained           trained            land, and are reduced

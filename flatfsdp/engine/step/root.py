@@ -85,10 +85,11 @@ class Root:
         self._states = [group.state for group in self.groups]
         self._watched: int | None = None
         self.order = ForwardOrder(policy.prefetch)
+        # First, as it may raise: the reducer makes communicators.
+        self._weight_scales = weight_scales(self.groups, shared.ledger)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
         self.gather_ranks = several(group.grid.shard for group in self.groups)
         self._tensor_ranks = several(group.grid.tensor for group in self.groups)
-        self._weight_scales = weight_scales(self.groups, shared.ledger)
         # Without sharding there is no shard to keep a sum in.
         self._reduce_every = policy.grad_sync == "every" and any(g.grid.shard.size > 1 for g in self.groups)
         self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish

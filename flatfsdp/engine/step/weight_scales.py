@@ -2,7 +2,7 @@
 
 In:   the amaxes of this rank's pieces, taken by the optimizer or by `engine/storage/fp8_weights.py`.
 Out:  one scale a weight for its group, the same on all ranks.
-Next: `engine/storage/group.py` casts the master shards with them.
+Next: `engine/storage/fp8_weights.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 

@@ -2,7 +2,7 @@
 
 In:   the unsharded flat buffer of one group, and the places in the module where its parameters were.
 Out:  `module.weight` in forward and backward; gradients in `MainGrad`; a call of `landed` for each.
-Next: `engine/step/unit.py` counts what has landed.
+Next: `engine/step/driven_unit.py` counts what has landed.
 
 `Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
 

@@ -14,11 +14,11 @@ step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.attribute import OfThisProcess
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
@@ -162,7 +162,7 @@ class FP8Weights(Operands):
 
     def leave_on(self, tensor: Tensor, slots: range) -> None:
         """Leaves on the tensor over these slots a function that returns its FP8 operand."""
-        FP8_OPERAND.leave(tensor, partial(self._operand, slots))
+        FP8_OPERAND.leave(tensor, OfThisProcess(self._operand, slots))
 
     def _operand(self, slots: range) -> Operand:
         """A weight, or a pack, as an operand of GEMMs.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.attribute import OfThisProcess
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState
@@ -91,14 +90,14 @@ class MainGrad:
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
             IS_FSDP_PARAM.leave(parameter, True)
-            GET_MAIN_GRAD.leave(parameter, _OfThisProcess(self.get, index))
-            CLAIM_MAIN_GRAD.leave(parameter, _OfThisProcess(self.claim, index))
+            GET_MAIN_GRAD.leave(parameter, OfThisProcess(self.get, index))
+            CLAIM_MAIN_GRAD.leave(parameter, OfThisProcess(self.claim, index))
         self.show()
 
     def expose_packs(self, packs: Sequence[Tensor]) -> None:
         """Lets layers write the gradient of each pack: a pack is no parameter, and has no `main_grad`."""
         for index, pack in enumerate(packs):
-            CLAIM_MAIN_GRAD.leave(pack, _OfThisProcess(self.claim_pack, index))
+            CLAIM_MAIN_GRAD.leave(pack, OfThisProcess(self.claim_pack, index))
 
     def get(self, index: int) -> Tensor:
         """View of slot `index` to add to: zero if nothing has landed there in this step."""
@@ -270,10 +269,3 @@ class MainGrad:
     def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
         accumulate(target, grad, first=first)
         self._unit.shared.ledger.add("accumulate", bytes_moved(target, grad, first=first))
-
-
-class _OfThisProcess(partial[Any]):
-    """A method of the buffer that a tensor has; a pickled copy of the tensor has None, and no buffer."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()

@@ -2,8 +2,8 @@
 
     Shared <-- every unit of the model <-- every group of the unit
 
-Nothing below a unit keeps a reference to `Shared`: a group asks its unit each time.  So a unit that was a
-model by itself joins a larger model by one assignment to `shared`.
+Nothing below a unit keeps a reference to `Shared`: a group asks its unit each time.  So one assignment to
+`shared` replaces all that a unit had as a model by itself, when it joins a larger one.
 """
 
 from __future__ import annotations
