@@ -178,7 +178,8 @@ class Surroundings:
         # A write to a master shard makes what was cast from it stale, and only its version tells.
         at = root.changes, list(map(_VERSION, self._flats))
         if known is None or known.at != at:
-            sums = [0 if group.main_grad is None else group.main_grad.address for group in root.groups]
+            of_sums = [None if group.main_grad is None else group.main_grad.tensor for group in root.groups]
+            sums = [0 if tensor is None else tensor.data_ptr() for tensor in of_sums]
             trained = [group.params.trained for group in root.groups]
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
             are_markers = all(each.are_all_markers for each in marks)

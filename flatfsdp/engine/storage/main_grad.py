@@ -63,7 +63,9 @@ class MainGrad:
         self._views: list[Tensor] = []
         self._pack_views: list[Tensor] = []
         self._waiting: dict[int, Tensor] = {}
-        self.stays = False
+        self.stays = self._is_lent = False
+        # The buffer and its views that are there while nothing is accumulated.
+        self._at_rest: tuple[Tensor | None, list[Tensor], list[Tensor]] = (None, [], [])
         self._exposed: Sequence[Tensor] = ()
 
     @property
@@ -71,16 +73,12 @@ class MainGrad:
         """Whether a gradient has landed since the buffer was last handed over."""
         return bool(self._state.written or self._waiting)
 
-    @property
-    def address(self) -> int:
-        """Address of the buffer; 0 while there is none."""
-        return 0 if self.tensor is None else self.tensor.data_ptr()
-
     def stay(self) -> None:
         """Keeps the buffer for good, at one address."""
         self.stays = True
         if self.tensor is None:
             self._allocate()
+        self._at_rest = self.tensor, self._views, self._pack_views
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
@@ -219,13 +217,13 @@ class MainGrad:
         tensor = self.tensor
         assert tensor is not None
         self.drop()
+        self._is_lent = self.stays
         return tensor
 
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""
         self._state.changes += 1
-        if not self.stays:
-            self.tensor, self._views, self._pack_views = None, [], []
+        self.tensor, self._views, self._pack_views = self._at_rest
         self._state.written, self._waiting = [], {}
         # Now that nothing is written, it takes `main_grad` away from the parameters.
         self.show()
@@ -239,12 +237,14 @@ class MainGrad:
             )
         if self.holds_gradients:
             self.drop()
+        self._is_lent = False
 
     def _open(self) -> list[Tensor]:
         """Views of the slots; something is about to land."""
         self._state.changes += 1
         if not self._state.written:
-            if self.tensor is None:
+            # A nested backward may bring more while a reduction still reads the buffer that stays.
+            if self.tensor is None or self._is_lent:
                 self._allocate()
             self._state.written = [False] * len(self._views)
             self.show()

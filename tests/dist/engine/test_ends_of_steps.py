@@ -15,11 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import Precision, microbatches, shard
 from flatfsdp.engine.replay.replayed import keep_addresses
 from flatfsdp.engine.step import root as roots
+from flatfsdp.engine.storage.main_grad import SMALL
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import root_of
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import Linear
 from tests.support.ranks import on_ranks
+
+WIDTH = 272
+assert WIDTH**2 > SMALL
 
 
 class Twice(nn.Module):
@@ -27,7 +31,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+        # Wide, so that the gradient is added as it lands: smaller ones wait for each other.
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         inside = checkpoint(self.layer, self.first(x), use_reentrant=True)
@@ -52,17 +57,17 @@ def require_gradients_of(expected: nn.Module, model: nn.Module) -> None:
         torch.testing.assert_close(plain(parameter.grad), reference.grad.flatten())
 
 
-@pytest.mark.parametrize("is_kept", [False, True], ids=["new memory", "kept memory"])
-def test_a_unit_that_is_reduced_twice_in_a_backward_has_both_gradients(is_kept: bool) -> None:
+@pytest.mark.parametrize("keeps", [None, False, True], ids=["nothing", "gradients", "gradients and sums"])
+def test_a_unit_that_is_reduced_twice_in_a_backward_has_both_gradients(keeps: bool | None) -> None:
     torch.manual_seed(0)
-    expected, x, hooks = Twice(), torch.randn(3, 4), []
+    expected, x, hooks = Twice(), torch.randn(3, WIDTH), []
     model = copy.deepcopy(expected)
     shard(model.layer)
     shard(model.first)
     shard(model)
-    if is_kept:
+    if keeps is not None:
         # As `replayed` does before its first microbatch.
-        keep_addresses(root_of(model), of_sums=False)
+        keep_addresses(root_of(model), of_sums=keeps)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hooks.append)
     expected(x).pow(2).sum().backward()
