@@ -45,7 +45,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import UnitModule, root_of, units_in
+from flatfsdp.engine.units import UnitModule, distinct_units, root_of, units_in
 from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
@@ -435,7 +435,7 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     """Units in `module` that are in no other unit, each once."""
-    units = dict.fromkeys(wrapped for _, wrapped in units_in(module))
+    units = distinct_units(module)
     if not units:
         raise ValueError(
             f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it, or "

@@ -21,7 +21,7 @@ from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.checkpoint.full_optimizer import described_whole
 from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import UnitModule, named_groups, units_in
+from flatfsdp.engine.units import UnitModule, distinct_units, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.optim.joined import STEP
 
@@ -81,11 +81,7 @@ def is_uncollected(unit: UnitModule, model: UnitModule) -> bool:
 
 def _uncollected(model: UnitModule) -> list[int]:
     """Numbers of the flat parameters of uncollected units."""
-    alone = [
-        is_uncollected(unit, model)
-        for unit in dict.fromkeys(unit for _, unit in units_in(model))
-        for _ in unit.fsdp_state.groups
-    ]
+    alone = [is_uncollected(unit, model) for unit in distinct_units(model) for _ in unit.fsdp_state.groups]
     return [local_id for local_id, is_alone in enumerate(alone) if is_alone]
 
 

@@ -26,7 +26,6 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -36,7 +35,7 @@ class Graphs:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Context that launches on the stream of the graphs, in order with the caller's stream."""
-        caller = torch.cuda.current_stream(self._device)
+        caller = torch.cuda.current_stream(self._stream.device)
         self._begins.record(caller)
         self._begins.wait(self._stream)
         with torch.cuda.stream(self._stream):
@@ -92,7 +91,7 @@ class Graphs:
             for block in blocks
             if block["state"] == "active_allocated" and block["address"] not in known
         ]
-        one = uses_of_memory(torch.empty((), device=self._device))
+        one = uses_of_memory(torch.empty((), device=self._stream.device))
         uses = (uses_of_memory(each) - one + 1 for each in outputs)
         aliased = [
             each.nbytes

@@ -249,11 +249,13 @@ class Reducer:
         compute_waits_for(reduction.done, self._shared.device)
         if reduction.is_complete:
             for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
-                grad, kept = self._cast(reduced, group.master.grad_dtype), _kept(group)
+                grad = self._cast(reduced, group.master.grad_dtype)
                 if group in self._reduced:
+                    # A nested backward has brought more since; to the optimizer it is one gradient.
                     self._reduced[group].add_(grad)
                     self._shared.ledger.add("accumulate", 3 * grad.numel() * grad.element_size())
                     continue
+                kept = _kept(group)
                 if kept is not None and kept.data_ptr() != grad.data_ptr():
                     grad = kept.copy_(grad)
                 self._reduced[group] = grad

@@ -107,6 +107,7 @@ class FlatGroup:
         if cut is not None:
             self.master.divide(cut(self.master, originals))
             binding.list(self.master.parameters)
+        # "in_layers" packs weights as FP8 would, and each layer casts its own: what `verify` compares with.
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
         self.compute_shard = (
             FP8Shard(self.master, self.state)
@@ -173,15 +174,14 @@ class FlatGroup:
 
     def become(self, state: GroupState) -> None:
         """Assigns a copy of the group's state, from after an equal microbatch; derives what modules show."""
-        # Before `take`, which overwrites them.
-        is_there, was_sharded = state.shard is not ShardState.SHARDED, self.state.shard is ShardState.SHARDED
+        # Before `take`, which overwrites it.
         was_written = bool(self.state.written)
         self.compute_shard.state.take(state)
         # Whatever was under way is a part of the microbatch that ran.
         self._gathered = None
-        if is_there:
+        if state.shard is not ShardState.SHARDED:
             self.params.show()
-        elif self.buffer is not None and not was_sharded:
+        elif self.buffer is not None:
             self.params.conceal()
         if self.main_grad is not None and bool(state.written) is not was_written:
             self.main_grad.show()
