@@ -81,8 +81,8 @@ def train_all(rank: Rank, runs: Runs) -> Losses:
                 how = Configuration(None, precision)
                 sharding = how.sharding
                 if runs.model is Model.hf_llama:
-                    # In place, and each FP8 weight is cast in every microbatch, as in most programs.
-                    sharding = replace(sharding, in_place=True, cache=False, fusion=None)
+                    # Each FP8 weight is cast in every microbatch, as in most programs.
+                    sharding = replace(sharding, cache=False, fusion=None)
                     job = hf_job(of_seed, how, sampler, rank)
                 else:
                     job = gpt_job(of_seed, how, sampler, rank)

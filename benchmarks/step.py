@@ -115,7 +115,6 @@ def ratios_of(job: Job[Variant]) -> dict[str, str]:
 ENGINE_COLORS = {
     Engine.flat_off: "#76b7b2",
     Engine.flat_on: "#4e79a7",
-    Engine.flat_in_place: "#a0cbe8",
     Engine.fsdp2: "#f28e2b",
     Engine.fairscale: "#bab0ac",
     Engine.flat_fp8_delayed: "#59a14f",

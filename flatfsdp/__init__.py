@@ -1,11 +1,11 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
-from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.fsdp import FlatFSDP, auto_wrap
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
 from flatfsdp.engine.options import Options
 from flatfsdp.engine.param_groups import param_groups
 from flatfsdp.engine.replay.replayed import replayed
-from flatfsdp.engine.wrap import auto_wrap, by_class, by_size
+from flatfsdp.engine.wrap import by_class, by_size
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Debug, Precision, Prefetch

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from flatfsdp import Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp import Precision, by_class, fp8, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import convert
 from flatfsdp.profiling.copy_counter import CopyCounter, Kind
@@ -161,7 +161,7 @@ def _measure(case: Case, ranks: int, steps: int) -> CountedBytes:
 def _flat(model: nn.Sequential, case: Case) -> nn.Module:
     if case.fp8:
         convert(model, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
-    return auto_wrap(
+    return shard(
         model,
         by_class(Block),
         precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling() if case.fp8 else None),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import flatfsdp
 import flatfsdp.optim
-from flatfsdp import Precision, auto_wrap, by_class
+from flatfsdp import Precision, by_class
 from flatfsdp.comm.launch import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.layers import Embedding, TransformerLayer
@@ -32,7 +32,6 @@ class Engine(str, Enum):
 
     flat_off = "flat-off"
     flat_on = "flat-on"
-    flat_in_place = "flat-in-place"
     fsdp2 = "fsdp2"
     fairscale = "fairscale"
     flat_fp8_delayed = "flat-fp8-delayed"
@@ -46,7 +45,6 @@ class Engine(str, Enum):
 LABELS = {
     Engine.flat_off: "FlatFSDP, flag off",
     Engine.flat_on: "FlatFSDP, flag on",
-    Engine.flat_in_place: "FlatFSDP, in place",
     Engine.fsdp2: "FSDP2",
     Engine.fairscale: "fairscale 0.4.13 (bf16 sums)",
     Engine.flat_fp8_delayed: "FlatFSDP, FP8 delayed scaling",
@@ -57,7 +55,7 @@ LABELS = {
     Engine.fsdp2_te: "FSDP2, Transformer Engine",
 }
 
-OF_FLATFSDP = (Engine.flat_off, Engine.flat_on, Engine.flat_in_place)
+OF_FLATFSDP = (Engine.flat_off, Engine.flat_on)
 PLAIN = (*OF_FLATFSDP, Engine.fsdp2, Engine.fairscale)
 """Engines of the plain Llama in bf16."""
 
@@ -97,7 +95,7 @@ class Variant:
     @property
     def can_be_replayed(self) -> bool:
         """Whether `flatfsdp.replayed` supports its model."""
-        return self.engine in (Engine.flat_on, Engine.flat_in_place, *RECIPES)
+        return self.engine in (Engine.flat_on, *RECIPES)
 
     @property
     def name(self) -> str:
@@ -187,8 +185,7 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
         return _fsdp2(EngineLlama(model, fuse=False), reshard, device)
     if variant.engine in RECIPES:
         return _fused(model, RECIPES[variant.engine], reshard, device)
-    share = flatfsdp.shard if variant.engine is Engine.flat_in_place else auto_wrap
-    return share(
+    return flatfsdp.shard(
         model,
         by_class(Layer, nn.Embedding),
         device=device,
@@ -200,7 +197,7 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
 
 def _fused(model: Llama, recipe: Recipe | None, reshard: bool, device: torch.device) -> nn.Module:
     stored = None if recipe is None else CurrentScaling()
-    return auto_wrap(
+    return flatfsdp.shard(
         FusedLlama(model, recipe),
         by_class(TransformerLayer, Embedding),
         device=device,
@@ -211,7 +208,7 @@ def _fused(model: Llama, recipe: Recipe | None, reshard: bool, device: torch.dev
 
 
 def _transformer_engine(model: Llama, reshard: bool, device: torch.device) -> nn.Module:
-    return auto_wrap(
+    return flatfsdp.shard(
         EngineLlama(model, fuse=True),
         by_class(layer_class(), nn.Embedding),
         device=device,

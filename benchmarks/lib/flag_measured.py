@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
 import flatfsdp.optim
-from flatfsdp import Precision, auto_wrap, by_class, microbatches, replayed
+from flatfsdp import Precision, by_class, microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
@@ -235,7 +235,7 @@ class _Training:
         return 0 if self._graphs is None else self._graphs.replays
 
 
-def _sharded(way: Way, config: LlamaConfig, is_fp8: bool, device: torch.device) -> flatfsdp.FlatFSDP:
+def _sharded(way: Way, config: LlamaConfig, is_fp8: bool, device: torch.device) -> Any:
     """The model, the same in all variants, with parameters that stay for a step (ZeRO-2)."""
     torch.manual_seed(SEED)
     with device:
@@ -243,7 +243,7 @@ def _sharded(way: Way, config: LlamaConfig, is_fp8: bool, device: torch.device) 
     # Each rank scales its own activations, so that no amax is exchanged.
     recipe = DelayedScaling(amax_history_len=16, reduce_amax=False) if is_fp8 else None
     stored = CurrentScaling() if is_fp8 and way is Way.replayed else None
-    return auto_wrap(
+    return shard(
         FusedLlama(plain, recipe, fuses=way in (Way.fused, Way.replayed)),
         by_class(TransformerLayer),
         device=device,

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.guards.optimizers import PART
-from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.storage.local_shards import Portion
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
@@ -160,11 +161,11 @@ def state_shard(
 def state_of_slot(
     master: MasterShard, number: int, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    """One state of a slot of a group with views: 1-D, this rank's elements, and their place in the shard.
+    """One state of the portion that has a slot: 1-D, this rank's elements, and their place in the shard.
 
     Returns the optimizer's own tensor, not a copy; zeros if there is none.
     """
-    portion = master.portions[number]
+    portion = master.portions[number if master.is_divided else 0]
     value = optimizer.state.get(portion.parameter, {}).get(key)
     if value is None:
         value = torch.zeros_like(portion.parameter.detach(), dtype=dtype)

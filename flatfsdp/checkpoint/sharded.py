@@ -34,7 +34,6 @@ from flatfsdp.checkpoint.optimizer_state import (
     described,
     groups_by_name,
     state_of_slot,
-    state_shard,
     trained_masters,
 )
 from flatfsdp.comm.grid import Grid
@@ -90,16 +89,10 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
     states, owners = described(masters, optimizer).states, owners_of(master for _, master in masters)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:
-        shards: dict[str, Tensor] = {}
         for number, slot in enumerate(master.layout.slots):
             described_slot = states.get(prefix + slot.name)
             for key, dtype in described_slot.elements.items() if described_slot else ():
-                if master.has_views:
-                    shard, first = state_of_slot(master, number, optimizer, key, dtype)
-                else:
-                    if key not in shards:
-                        shards[key] = state_shard(master, optimizer, key, dtype)
-                    shard, first = shards[key], 0
+                shard, first = state_of_slot(master, number, optimizer, key, dtype)
                 state[prefix + slot.name][key] = sharded_slot(master, slot, shard, owners, first)
     return {
         "state": state,

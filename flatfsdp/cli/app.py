@@ -94,8 +94,7 @@ def verify(
         bool,
         typer.Option(
             "--matrix",
-            help="The flag, or --switch in-place, over tensor, pipeline and data parallel ranks with a "
-            "Llama; other sizes.",
+            help="The flag over tensor, pipeline and data parallel ranks with a Llama; other sizes.",
         ),
     ] = False,
     only: Annotated[
@@ -114,10 +113,9 @@ def verify(
 ) -> None:
     """Prove that a switch changes no bit: train with it off and on, and compare.
 
-    Switched are [bold]optimize_backward_concat[/bold], sharding by a wrapper or in place, weight gradients
-    fused into FP32 main_grad, the cache of FP8 weights, their storage in the flat buffers, and, on GPUs,
-    microbatches that are replayed as CUDA graphs, with an evaluation, an exception, another shape and a load
-    between the steps.
+    Switched are [bold]optimize_backward_concat[/bold], weight gradients fused into FP32 main_grad, the
+    cache of FP8 weights, their storage in the flat buffers, and, on GPUs, microbatches that are replayed as
+    CUDA graphs, with an evaluation, an exception, another shape and a load between the steps.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in CPU memory for that.
 

@@ -30,7 +30,6 @@ ON_GPUS = Settings(
 FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
 PIPELINES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
-SWITCHES = (Switch.flag, Switch.in_place)
 """Switches that a matrix supports."""
 
 
@@ -85,24 +84,6 @@ def _rows_for_8() -> Iterable[Configuration]:
     yield Configuration(whole, PrecisionName.fp8_weights, schedule="interleaved")
 
 
-IN_PLACE = (
-    "pp 2, 1f1b, fp32, zero3",
-    "pp 2, interleaved, bf16, zero3, wgrad two-pass",
-    "tp 2, fp8-delayed, zero3, wgrad off",
-    "tp 2 + SP, bf16, zero3",
-    "tp 2 + SP, fp8-weights, zero3",
-    "pp 2 x tp 2 + SP, interleaved, fp8-delayed, zero3, wgrad two-pass",
-    "pp 2 x dp_shard 2, gpipe, bf16, zero3",
-    "pp 2 x dp_shard 2, 1f1b, fp8-delayed, zero2",
-    "pp 2 x dp_shard 2, 1f1b, fp8-weights, zero3",
-    "dp_shard 2 x tp 2 + SP, fp32, zero3",
-    "pp 2 x dp_shard 2 x tp 2 + SP, 1f1b, bf16, zero2",
-    "pp 2 x dp_shard 2 x tp 2 + SP, interleaved, fp8-weights, zero3",
-)
-"""Rows for the in-place switch: every precision and schedule, and every way to share; the last two on 8
-ranks."""
-
-
 def matrix_plan(device: Device, ranks: int | None, given: dict[str, Any]) -> Plan:
     """Chooses rows, settings and launches.
 
@@ -117,16 +98,17 @@ def matrix_plan(device: Device, ranks: int | None, given: dict[str, Any]) -> Pla
     launches = _launches(device, ranks)
     settings = _settings(ON_GPUS if launches[0].use_cuda() else ON_CPU, given)
     worlds = [launch.world for launch in launches]
-    switch = _switch(given)
+    if set(given.get("switch", [Switch.flag])) != {Switch.flag}:
+        raise ValueError("--matrix switches optimize_backward_concat: leave --switch out")
     rows: list[Row] = []
     left_out: dict[str, str] = {}
-    for configuration in _wanted(all_rows(), switch, given):
+    for configuration in _wanted(all_rows(), given):
         assert configuration.parallelism is not None
         world = configuration.parallelism.world
         try:
             if world not in worlds:
                 raise ValueError(f"they need {world} ranks")
-            rows.append(Row(settings, configuration, switch, world))
+            rows.append(Row(settings, configuration, Switch.flag, world))
         except ValueError as error:
             left_out[configuration.name] = str(error)
     if not rows:
@@ -157,26 +139,12 @@ def _settings(usual: Settings[LlamaConfig], given: dict[str, Any]) -> Settings[L
     return replace(usual, model=replace(usual.model, **of_model), **of_run)
 
 
-def _switch(given: dict[str, Any]) -> Switch:
-    """The switch that a matrix compares.
-
-    Raises:
-        ValueError: if a matrix does not support it, or if there are several.
-    """
-    switches = set(given.get("switch", [Switch.flag]))
-    if len(switches) > 1 or switches - {*SWITCHES}:
-        names = " or ".join(f"--switch {switch.value}" for switch in SWITCHES)
-        raise ValueError(f"--matrix switches one thing in all rows: choose {names}")
-    return switches.pop()
-
-
-def _wanted(rows: Iterable[Configuration], switch: Switch, given: dict[str, Any]) -> list[Configuration]:
-    """Rows of the switch, with the given precisions, strategies, fusions, and words of --only."""
+def _wanted(rows: Iterable[Configuration], given: dict[str, Any]) -> list[Configuration]:
+    """Rows with the given precisions, strategies, fusions, and words of --only."""
     return [
         row
         for row in rows
-        if (switch is Switch.flag or row.name in IN_PLACE)
-        and row.precision in given.get("precision", PrecisionName)
+        if row.precision in given.get("precision", PrecisionName)
         and row.strategy in given.get("strategy", Strategy)
         and row.fusion in given.get("fusion", Fusion)
         and any(word in row.name for word in given.get("only", [""]))

@@ -2,7 +2,7 @@
 
 In:   a module, in which inner units have taken their parts already; ranks and policy.
 Out:  the unit.
-Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` gives the module its class.
+Next: `in_place/shard.py` gives the module its class.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
 )
 from flatfsdp.engine.guards.watch import guard
-from flatfsdp.engine.in_place.views import cut
-from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
+from flatfsdp.engine.storage.targets import attach_targets
 from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
@@ -42,7 +41,7 @@ from flatfsdp.policy import Policy, Precision, require_flag
 def build_unit(
     module: nn.Module,
     *,
-    in_place: bool,
+    lists_flat: bool = False,
     mesh: DeviceMesh | None = None,
     tp_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
@@ -55,7 +54,7 @@ def build_unit(
 
     Args:
         module: module to shard.
-        in_place: whether the modules list this rank's part of each parameter under its own name.
+        lists_flat: whether modules list no parameter, for a wrapper that lists flat ones.
         mesh, tp_group, device, param_init_fn, sync_module_states, precision: as in `Options`.
         settings: other fields of `Policy`.
 
@@ -94,7 +93,7 @@ def build_unit(
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     for binding in bindings:
-        group = FlatGroup(unit, binding, unit.landed, cut=cut if in_place else None)
+        group = FlatGroup(unit, binding, unit.landed, lists_flat=lists_flat)
         unit.add(group)
         attach_targets(group)
     for _, owner in own_modules(module):

@@ -51,7 +51,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_engine_inside(path, owner)
         refuse_adapter_of_parameter(path, owner)
-        if isinstance(owner, ModuleWrapper | UnitModule):
+        is_around_unit = isinstance(owner, ModuleWrapper) and isinstance(owner.module, UnitModule)
+        if isinstance(owner, ModuleWrapper | UnitModule) and not (path and is_around_unit):
             raise ValueError(
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
                 "already; shard or wrap the plain module"

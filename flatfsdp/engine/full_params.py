@@ -72,12 +72,17 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
     settle(groups)
     for each in gathered:
         each.register()
-    flats = {unit: _flat_parameters(unit) for unit in fresh}
-    for unit, of_unit in flats.items():
-        # The flat parameters of a wrapper stay attributes, but are not registered.
-        for name, flat in of_unit.items():
-            vars(unit)[name] = flat
-            del unit._parameters[name]
+    listers = [
+        (lister, group.flat_name, group.master.flat)
+        for unit in fresh
+        if unit.fsdp_state.lister is not None and (lister := unit.fsdp_state.lister()) is not None
+        for group in unit.fsdp_state.groups
+    ]
+    for lister, name, flat in listers:
+        # It stays an attribute, but is not registered.
+        del lister._parameters[name]
+        vars(lister)[name] = flat
+    for unit in fresh:
         unit.fsdp_state.is_whole, unit.fsdp_state.writes_back = True, writeback
     failure: BaseException | None = None
     try:
@@ -97,11 +102,11 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
         failure = error
         raise
     finally:
-        for unit, of_unit in flats.items():
+        for unit in fresh:
             unit.fsdp_state.is_whole = unit.fsdp_state.writes_back = False
-            for name, flat in of_unit.items():
-                del vars(unit)[name]
-                unit._parameters[name] = flat
+        for lister, name, flat in listers:
+            del vars(lister)[name]
+            lister._parameters[name] = flat
         for group in groups:
             group.params.rebind()
         problem = None if failure is None else repr(failure)
@@ -117,12 +122,6 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
                 raise RuntimeError(
                     f"parameters were not written back, because the first rank failed: {problem}"
                 )
-
-
-def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
-    """The flat parameters that a wrapper has registered, by attribute name; none in place."""
-    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.groups)
-    return {name: flat for name, flat in own if unit._parameters.get(name) is flat}
 
 
 class _Gathered:

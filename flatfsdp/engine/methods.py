@@ -6,7 +6,7 @@ Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.contract.claimed import PART_OF
+from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
+from flatfsdp.contract.transparent import Transparent
 from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.memory import MemoryReport, memory_report
-from flatfsdp.engine.param_groups import gradients_of
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.units import UnitModule, distinct_units, named_groups, root_of
+from flatfsdp.engine.storage.targets import PortionTarget
+from flatfsdp.engine.units import Model, UnitModule, distinct_units, named_groups, root_of
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward
@@ -273,14 +275,32 @@ class UnitMethods(UnitModule):
 answer_methods(UnitMethods, METHODS)
 
 
+def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
+    """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
+
+    Raises:
+        RuntimeError: if there are none, and accumulated ones wait to be reduced.
+    """
+    groups = [group for _, group in named_groups(model) if group.main_grad is not None]
+    unreduced = next((group.name for group in groups if group.master.marks.is_on), None)
+    if unreduced is not None and not any(group.master.grads for group in groups):
+        raise RuntimeError(
+            f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
+            "them; take it after the last backward of the step, outside of no_sync()"
+        )
+    return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
+
+
 def unit_of(module: nn.Module) -> UnitMethods:
-    """Returns the unit of a module: itself if it is one, or the unit that the part belongs to.
+    """Returns the unit of a module: itself if it is one, the one it wraps, or the one it is a part of.
 
     Raises:
         TypeError: for any other module.
     """
     if isinstance(module, UnitMethods):
         return module
+    if isinstance(module, Transparent):
+        return unit_of(module.module)
     reference = PART_OF.of(module)
     unit = None if reference is None else reference()
     if not isinstance(unit, UnitMethods):

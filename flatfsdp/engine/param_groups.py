@@ -1,7 +1,7 @@
-"""Optimizer settings per parameter over flat buffers; the targets that an optimizer may write besides.
+"""`param_groups`: optimizer settings per parameter, by its name and its whole shape.
 
 In:   a model, and which parameters get which options.
-Out:  parameter groups for torch.optim, whose parameters are local shards: pieces of the flat ones.
+Out:  parameter groups for torch.optim.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
-from flatfsdp.engine.in_place.views import portion_of
-from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.flat.layout import ParamSlot
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 """Selected parameters: a predicate of (name, shape), or names of the state dict."""
@@ -25,18 +21,14 @@ Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups for any element-wise torch.optim optimizer.
 
-    The optimizer's parameters are *local shards*, pieces of the flat ones, one for each run of neighbouring
-    parameters with the same options.  From now on gradients come to them, not to the flat parameters, so
-    build one optimizer per model, of these groups, and step it only after the last backward of a step.
+    The shape of a local shard tells nothing of its parameter's, so that optimizers' usual rules (no weight
+    decay for what is 1-D) need the names and shapes of the whole parameters.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
 
-    A model that is sharded in place has one local shard for each parameter already (`parameters()`): those
-    are returned, and nothing is cut.
-
     Args:
-        model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
+        model: a sharded model, or one that contains some, or the stages of a pipeline that this rank has.
             Collective when it is first used.
         groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
             A parameter belongs to the first group that selects it.  A tied parameter goes by its first name,
@@ -48,41 +40,27 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
 
     Raises:
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
-            there are gradients.
+            the model lists flat parameters, as fairscale's class does.
     """
-    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
-    shapes = {
-        prefix + slot.name: slot.whole_shape
-        for prefix, group in groups_of_model
-        for slot, trains in zip(group.layout.slots, group.flags, strict=True)
-        if trains
-    }
+    trained: dict[str, tuple[ParamSlot, nn.Parameter]] = {}
+    for prefix, flat_group in named_groups(model):
+        if not flat_group.master.is_divided:
+            raise ValueError(
+                f"unit {flat_group.name} lists one flat parameter, which cannot have options for a part of "
+                "it; shard the model with flatfsdp.shard, or wrap it with flatfsdp.FlatFSDP"
+            )
+        for slot, parameter in zip(flat_group.layout.slots, flat_group.master.parameters, strict=True):
+            if parameter.requires_grad:
+                trained[prefix + slot.name] = slot, parameter
+    shapes = {name: slot.whole_shape for name, (slot, _) in trained.items()}
     chosen: dict[str, int] = {}
     for index, group in enumerate(groups):
         for name in _selected(group, shapes):
             chosen.setdefault(name, index)
     rest = len(groups)
-    masters = [group.master for _, group in groups_of_model if not group.master.has_views]
-    # They are at the flat parameters, of which no optimizer will know.
-    if any(master.marks.is_on or master.grads for master in masters):
-        raise ValueError("there are gradients already; call zero_grad() before param_groups")
-    if any(master.is_cut for master in masters):
-        raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
-    for prefix, flat_group in groups_of_model:
-        master = flat_group.master
-        names = [prefix + slot.name for slot in master.layout.slots]
-        indices = [chosen.get(name, rest) for name in names]
-        if master.has_views:
-            of_slots = zip(names, indices, master.portions, strict=True)
-            cut = [(index, portion) for name, index, portion in of_slots if name in shapes]
-        else:
-            cut = list(_cut(master, indices))
-            master.divide([portion for _, portion in cut])
-            # The new parameters are what an optimizer has.
-            attach_targets(flat_group)
-        for index, portion in cut:
-            parameters[index].append(portion.parameter)
+    for name, (_, parameter) in trained.items():
+        parameters[chosen.get(name, rest)].append(parameter)
     # Of the names, not of this rank's parameters: all ranks have equally many groups, for checkpoints.
     used = [*groups, {}] if len(chosen) < len(shapes) else groups
     return [{**options, "params": of_group} for options, of_group in zip(used, parameters, strict=False)]
@@ -110,130 +88,3 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
     if not names:
         raise ValueError(f"parameter group {group} selects no parameter; {there_are}")
     return names
-
-
-def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Portion]]:
-    """This rank's portions: runs of slots with the same index, each up to where the next run begins."""
-    slots = master.layout.slots
-    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1]]
-    ends = [slots[n].offset for n in starts[1:]] + [master.layout.padded_numel(master.grid.shard.size)]
-    for n, end in zip(starts, ends, strict=True):
-        portion = portion_of(master, slots[n].offset, end)
-        if portion.start < portion.stop:
-            yield indices[n], portion
-
-
-def attach_targets(group: FlatGroup) -> None:
-    """Gives `flat_shard` and `viewed_shard` to the parameters of this group that an optimizer has."""
-    viewed = GroupViews(group) if group.master.has_views else None
-    for parameter, start, stop in group.master.portions:
-        FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
-        VIEWED_SHARD.leave(parameter, viewed)
-
-
-def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
-    """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
-
-    Raises:
-        RuntimeError: if there are none, and accumulated ones wait to be reduced.
-    """
-    groups = [group for _, group in named_groups(model) if group.main_grad is not None]
-    unreduced = next((group.name for group in groups if group.master.marks.is_on), None)
-    if unreduced is not None and not any(group.master.grads for group in groups):
-        raise RuntimeError(
-            f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
-            "them; take it after the last backward of the step, outside of no_sync()"
-        )
-    return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
-
-
-class PortionTarget:
-    """Elements [start, stop) of one group's master shard, as a `FlatShard`.
-
-    Attributes:
-        group: the group.
-        grid: the ranks over which the buffer is sharded, replicated and split.
-        identify: tells what a collective for this parameter carries.
-        device: the device that the model computes on.
-        rounding: the dtype of `compute`, to which values are rounded before an amax is taken.
-        is_counted: whether this rank counts the gradient in a norm: of ranks with the same one, one does.
-    """
-
-    def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
-        unit = group.unit
-        self.group = group
-        self.grid = unit.grid
-        self.identify = unit.identify
-        self.device = unit.shared.device
-        self.rounding = unit.policy.precision.compute
-        self.is_counted = group.master.is_counted
-        self._start, self._stop = start, stop
-
-    @property
-    def stages(self) -> Ranks:
-        """The ranks of the pipeline; without one, alone."""
-        return self.group.master.stages
-
-    @property
-    def moved(self) -> Moved | None:
-        """What a step has changed of the model besides gradients; see `FlatShard`."""
-        return self.group.unit.shared.scales if self.group.unit.is_used else None
-
-    @property
-    def compute(self) -> Tensor | None:
-        """The compute shard that an optimizer may write; None if there is none of its own."""
-        shard = self.group.compute_shard.for_optimizer
-        return None if shard is None else shard[self._start : self._stop]
-
-    def runs(self) -> list[tuple[int, int, Tensor]]:
-        """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
-        # A weight is in one portion: those are cut between weights.
-        return self.group.compute_shard.amaxes_of(self._start, self._stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
-        return type(None), ()
-
-    def cast_done(self) -> None:
-        """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
-        if not self.group.master.is_offloaded:
-            self.group.compute_shard.portion_done(self._start, self._stop)
-
-
-class GroupViews:
-    """The master shard of a group that is sharded in place, as a `ViewedShard`.
-
-    Attributes:
-        flat: the whole master shard.
-    """
-
-    def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self.flat = group.master.flat
-
-    @property
-    def model(self) -> object:
-        """The same object for all shards of a model; None before the model is used."""
-        return self._group.master.in_model.answers
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model; 0 before the model is used."""
-        return self._group.master.in_model.number
-
-    @property
-    def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """Views of the master shard, each with its start and stop in the shard."""
-        return self._group.master.portions
-
-    def joint_grad(self, first: int, last: int) -> JointGrad | None:
-        """The gradient of consecutive views together; None if they do not share one."""
-        return self._group.master.joint_grad(first, last)
-
-    def joined(self, start: int, stop: int) -> FlatShard:
-        """The target of consecutive views together."""
-        return PortionTarget(self._group, start, stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles it as a `PortionTarget`."""
-        return type(None), ()

@@ -1,4 +1,4 @@
-"""Policies that pick modules as units, and `auto_wrap`, which applies one from the inside out."""
+"""Policies that pick modules as units, and what applies one from the inside out."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
-from typing_extensions import Unpack
 
-from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
-from flatfsdp.engine.fsdp import FlatFSDP
-from flatfsdp.engine.options import Options, require_known
+from flatfsdp.engine.options import Options
 from flatfsdp.engine.units import UnitModule
 
-U = TypeVar("U", bound=UnitModule)
+M = TypeVar("M", bound=nn.Module)
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]
 """(name, module, parameters below it that no inner unit has taken) -> whether it becomes a unit."""
@@ -36,28 +33,6 @@ def by_size(min_numel: int) -> WrapPolicy:
         raise ValueError(f"by_size takes a positive number of parameters, not {min_numel}")
     containers = (nn.ModuleList, nn.ModuleDict)
     return lambda name, module, numel: numel >= min_numel and not isinstance(module, containers)
-
-
-@answering(OPTIONS)
-def auto_wrap(model: nn.Module, policy: WrapPolicy, **options: Unpack[Options]) -> FlatFSDP:
-    """Makes a unit of every module the policy picks, inner ones first, and of the whole model at the end.
-
-    Args:
-        model: model to wrap; changed in place.
-        policy: `by_class`, `by_size`, or any callable of (name, module, numel).  It is not asked about the
-            parts of nn.MultiheadAttention.
-        options: ranks, dtypes and other settings of every unit, by name: see `Options`.
-
-    Returns:
-        The wrapped model.
-
-    Raises:
-        TypeError: if the policy is a class or cannot be called; for an unknown option.
-        ValueError: as `FlatFSDP`, with the unit's name; if the policy picks nothing, as the whole model would
-            then be one unit, which is not resharded between forward and backward.
-    """
-    require_known("auto_wrap", options)
-    return make_units(model, pick_units(model, policy), FlatFSDP, options)
 
 
 Places = list[tuple[nn.Module, str, str]]
@@ -104,8 +79,8 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
 
 
 def make_units(
-    model: nn.Module, picked: dict[nn.Module, Places], make: Callable[..., U], options: Options
-) -> U:
+    model: nn.Module, picked: dict[nn.Module, Places], make: Callable[..., M], options: Options
+) -> M:
     """Makes a unit of every module that was picked, and of the whole model; returns that one.
 
     Args:

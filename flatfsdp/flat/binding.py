@@ -13,11 +13,12 @@ from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
-from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
+from flatfsdp.flat.layout import FlatLayout, ParamSlot, ParamSpec, Role
 from flatfsdp.flat.packing import PackedParams
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
@@ -201,3 +202,30 @@ class Binding:
             registered = module._parameters
             for name in [name for name in names if name in registered]:
                 registered[name] = registered.pop(name)
+
+
+def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
+    """Says why a value cannot be loaded into a slot, in PyTorch's words; None if it can.
+
+    Args:
+        slot: slot to load into.
+        value: value in the state dict.
+        key: its key in the state dict.
+    """
+    if not torch.overrides.is_tensor_like(value):
+        return (
+            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object '
+            f"from checkpoint but received {type(value)}"
+        )
+    if tuple(value.shape) == slot.shape:
+        return None
+    problem = (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {torch.Size(slot.shape)}."
+    )
+    if tuple(value.shape) == slot.whole_shape:
+        problem += (
+            " That is a part of what the checkpoint has: load whole tensors with "
+            "flatfsdp.checkpoint.load_full_state_dict."
+        )
+    return problem

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import FlatLayout, ParamSlot
+from flatfsdp.flat.binding import Binding, misfit
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import parameter_sites
 
@@ -223,17 +223,10 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     # ---- state dicts ------------------------------------------------------------------------------------
 
-    @property
-    def bindings(self) -> Sequence[Binding]:
-        """Bindings of the flat parameters to the modules."""
-        return self._bindings if self.is_flattened else ()
-
-    def _registered_parameters(self) -> AbstractContextManager[None]:
-        return self.unflatten_params()
-
-    def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        flat = self.flat_params[self._bindings.index(binding)]
-        flat[slot.offset : slot.end].view(slot.shape).copy_(value)
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """State dict of `module` as before wrapping: same keys, order and shapes."""
+        with self.unflatten_params():
+            return super().state_dict(*args, **kwargs)
 
     def flat_state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """State dict with flat parameters under their own names, the rest as in `state_dict`; loadable."""
@@ -241,9 +234,20 @@ class FlattenParamsWrapper(ModuleWrapper):
         self._save_to_state_dict(saved, prefix, keep_vars)
         return saved
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads a state dict; turns its flat form into the ordinary one first."""
-        error_msgs: list[str] = args[-1]
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads the flat parameters, in their own form or in that of `module`, and leaves it the rest.
+
+        Values are always copied, even with `assign=True`.
+        """
         for name, binding in zip(self._flat_names, self._bindings, strict=True):
             flat = state_dict.pop(prefix + name, None)
             if flat is None:
@@ -257,7 +261,20 @@ class FlattenParamsWrapper(ModuleWrapper):
                 continue
             for sites, view in zip(binding.sites, binding.layout.views(flat), strict=True):
                 state_dict.update((prefix + site.name, view) for site in sites)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        for own, binding in zip(self.flat_params, self._bindings if self.is_flattened else (), strict=False):
+            for slot, sites in zip(binding.layout.slots, binding.sites, strict=True):
+                for key in (prefix + site.name for site in sites):
+                    if key not in state_dict:
+                        missing_keys += [key] if strict else []
+                    elif (problem := misfit(slot, state_dict[key], key)) is not None:
+                        error_msgs.append(problem)
+                    else:
+                        with torch.no_grad():
+                            own[slot.offset : slot.end].view(slot.shape).copy_(state_dict[key])
+                    state_dict.pop(key, None)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     # ---- copies -----------------------------------------------------------------------------------------
 

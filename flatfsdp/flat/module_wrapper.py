@@ -1,29 +1,23 @@
 """`ModuleWrapper`: stands in for the module that it wraps: same attributes, indexing and state-dict keys.
 
-In:   a module, and the `Binding`s of the parameters that the subclass took out of that module.
+In:   a module.
 Out:  `state_dict` and `load_state_dict` as if there were no wrapper, however deep wrappers are nested.
-Next: `flatten_params.py` and `engine/fsdp.py` define how a parameter is registered again and how a slot is
-      filled.
+Next: `flatten_params.py` and `engine/fsdp.py` say what is wrapped, and why.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.contract.transparent import Transparent
-from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import ParamSlot
 
 
-class ModuleWrapper(Transparent, ABC):
-    """Base class of wrappers that keep the parameters of `module` in a form of their own.
+class ModuleWrapper(Transparent):
+    """Base class of wrappers around a module whose parameters are kept in another form.
 
     Register state-dict hooks on `module`: hooks on the wrapper itself are not called.
     """
@@ -33,22 +27,6 @@ class ModuleWrapper(Transparent, ABC):
         self.module = module
         self._reports_from_below: tuple[str, list[tuple[list[str], int]]] = "", []
         self.register_load_state_dict_post_hook(_report_original_names)
-
-    @property
-    @abstractmethod
-    def bindings(self) -> Sequence[Binding]:
-        """Bindings whose parameters are not registered in `module` at the moment."""
-
-    @abstractmethod
-    def _registered_parameters(self) -> AbstractContextManager[None]:
-        """Context in which every parameter of `bindings` is registered in `module`, whole and current."""
-
-    @abstractmethod
-    def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        """Stores `value`, which has the slot's shape and any dtype or device.
-
-        Called under no_grad; once per key, so several times for a tied parameter.
-        """
 
     def _register_flat(self, name: str, parameter: nn.Parameter) -> None:
         """Registers a parameter, also under a name that the wrapped module has, such as an inner wrapper."""
@@ -83,8 +61,7 @@ class ModuleWrapper(Transparent, ABC):
 
         Takes the arguments of `nn.Module.state_dict`: `destination`, `prefix`, `keep_vars`.
         """
-        with self._registered_parameters():
-            return self.module.state_dict(*args, **kwargs)
+        return self.module.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -96,60 +73,15 @@ class ModuleWrapper(Transparent, ABC):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads the slots from `state_dict` and leaves the rest to `module`, one level down.
+        """Leaves what is in `state_dict` to `module`, one level down.
 
-        `load_state_dict` passes a dict of its own, so its keys may be changed.  Values are always copied,
-        even with `assign=True`.
+        `load_state_dict` passes a dict of its own, so its keys may be changed.
         """
-        for binding in self.bindings:
-            for slot, sites in zip(binding.layout.slots, binding.sites, strict=True):
-                for key in (prefix + site.name for site in sites):
-                    if key in state_dict:
-                        self._load_value(binding, slot, state_dict.pop(key), key, error_msgs)
-                    elif strict:
-                        missing_keys.append(key)
         rest = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         state_dict.update((f"{prefix}module.{key[len(prefix) :]}", value) for key, value in rest.items())
         # Reports from here on come from modules below, under "module."; see _report_original_names.
         reports = (missing_keys, unexpected_keys, error_msgs)
         self._reports_from_below = prefix, [(report, len(report)) for report in reports]
-
-    def _load_value(
-        self, binding: Binding, slot: ParamSlot, value: Any, key: str, error_msgs: list[str]
-    ) -> None:
-        problem = misfit(slot, value, key)
-        if problem is not None:
-            error_msgs.append(problem)
-        else:
-            with torch.no_grad():
-                self._load_slot(binding, slot, value)
-
-
-def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
-    """Says why a value cannot be loaded into a slot, in PyTorch's words; None if it can.
-
-    Args:
-        slot: slot to load into.
-        value: value in the state dict.
-        key: its key in the state dict.
-    """
-    if not torch.overrides.is_tensor_like(value):
-        return (
-            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object '
-            f"from checkpoint but received {type(value)}"
-        )
-    if tuple(value.shape) == slot.shape:
-        return None
-    problem = (
-        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-        f"the shape in current model is {torch.Size(slot.shape)}."
-    )
-    if tuple(value.shape) == slot.whole_shape:
-        problem += (
-            " That is a part of what the checkpoint has: load whole tensors with "
-            "flatfsdp.checkpoint.load_full_state_dict."
-        )
-    return problem
 
 
 def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -> None:

@@ -20,7 +20,7 @@ from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
 from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.replay.replayed import replayed
-from flatfsdp.engine.wrap import auto_wrap, by_class
+from flatfsdp.engine.wrap import by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
@@ -87,9 +87,8 @@ class LlamaPipeline:
         recipe: recipe of the layers' FP8 GEMMs; None: no FP8.
         cache_fp8_weights: cast FP8 weights once a step, and keep them.
         seed: seed of the initial values.
-        in_place: shard stages in place instead of wrapping them.
         replay: run microbatches as CUDA graphs (`flatfsdp.replayed`); for one pipeline rank.
-        fsdp_options: further options of `FlatFSDP`.
+        fsdp_options: further options of `flatfsdp.shard`.
 
     Attributes:
         stages: stages of this rank, in the order of the model.
@@ -123,7 +122,6 @@ class LlamaPipeline:
         recipe: Recipe | None = None,
         cache_fp8_weights: bool = False,
         seed: int = 0,
-        in_place: bool = False,
         replay: bool = False,
         **fsdp_options: Any,
     ) -> None:
@@ -142,7 +140,6 @@ class LlamaPipeline:
             recipe=recipe,
             cache_fp8_weights=cache_fp8_weights,
             seed=seed,
-            in_place=in_place,
             replay=replay,
             timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT),
         )
@@ -173,7 +170,10 @@ class LlamaPipeline:
                 device="meta",
             )
             # On the meta device up to here, so no device ever has more than one whole unit.
-            self.stages.append(_sharded(part, mesh, in_place, **fsdp_options))
+            how = {**fsdp_options, "param_init_fn": part.initialize}
+            self.stages.append(
+                shard(part, by_class(TransformerLayer), mesh=mesh.dp, tp_group=mesh.tp_group, **how)
+            )
         self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
         self._replayed = replayed(self.stages[0], self._forward_backward) if replay else None
         self._schedule: Any = None
@@ -359,11 +359,3 @@ def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
             f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
             "DelayedScaling"
         )
-
-
-def _sharded(part: Llama, mesh: ParallelMesh, in_place: bool, **options: Any) -> Any:
-    """Shards a stage, with one unit per transformer layer."""
-    share = shard if in_place else auto_wrap
-    layers = by_class(TransformerLayer)
-    options["param_init_fn"] = part.initialize
-    return share(part, layers, mesh=mesh.dp, tp_group=mesh.tp_group, **options)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, auto_wrap, microbatches, replayed, shard
+from flatfsdp import microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss, layers_of, loss_of
 from flatfsdp.engine.wrap import WrapPolicy
@@ -35,7 +35,7 @@ class ModelJob:
         max_norm: largest norm of the gradient of one step.
         seed: seed of parameters, which all ranks share, and of dropout.
         optimizer: class of the optimizer, or a function of parameters and `lr`.
-        options: further options of `FlatFSDP`.
+        options: further options of `flatfsdp.shard`.
         interrupts: do other things between steps, see `Interruptions`.
     """
 
@@ -69,7 +69,7 @@ class ModelJob:
             for layer in fusing(built):
                 layer.fuse_wgrad_accumulation = sharding.fusion
         options = {"device": rank.device, **sharding.options, **self.options}
-        model = _sharded(built, self.policy or layers_of(built), in_place=sharding.in_place, **options)
+        model: Any = shard(built, self.policy or layers_of(built), **options)
         torch.manual_seed(self.seed + 1 + rank.index)
         optimizer = self.optimizer(model.parameters(), lr=self.lr)
         loss_of_batch = partial(self.loss or loss_of, model)
@@ -119,9 +119,3 @@ class ModelJob:
 def fusing(model: nn.Module) -> Iterator[Any]:
     """The layers that can fuse their weight gradients."""
     return (module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation"))
-
-
-def _sharded(built: nn.Module, policy: WrapPolicy | None, *, in_place: bool, **options: Any) -> Any:
-    if in_place:
-        return shard(built, policy, **options)
-    return FlatFSDP(built, **options) if policy is None else auto_wrap(built, policy, **options)

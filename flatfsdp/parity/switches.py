@@ -23,7 +23,6 @@ class Sharding:
     Attributes:
         recipe: recipe of `fp8.autocast` around each step; None without FP8.
         flag: `optimize_backward_concat`.
-        in_place: shard the model in place instead of wrapping it.
         reshard: free parameters after use (ZeRO-3), or keep them for a step (ZeRO-2).
         fusion: fusion of weight gradients in layers that support it; None leaves layers as they are.
         cache: cast FP8 weights in the first microbatch of a step only.
@@ -34,7 +33,6 @@ class Sharding:
     precision: Precision = field(default_factory=Precision)
     recipe: Recipe | None = None
     flag: bool = True
-    in_place: bool = False
     reshard: bool = True
     fusion: FuseWgrad | None = None
     cache: bool = False
@@ -43,7 +41,7 @@ class Sharding:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `FlatFSDP`."""
+        """Options of `flatfsdp.shard`."""
         precision = self.precision
         if precision.fp8_weights is not None and not self.storage:
             precision = replace(precision, fp8_weights="in_layers")
@@ -57,11 +55,10 @@ class Sharding:
 class Switch(str, Enum):
     """Switches, none of which may change a bit.
 
-    flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters resharded
-    after forward (ZeRO-3), or not (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
-    FP32; cache: FP8 weights cast in the first microbatch only, or in each, for models that take
-    `is_first_microbatch`; storage: weights in FP8 in the flat buffers, or cast by each layer; replay:
-    microbatches as CUDA graphs, or eager.
+    flag: `optimize_backward_concat`; reshard: parameters resharded after forward (ZeRO-3), or not (ZeRO-2);
+    fusion: weight gradients added in the GEMM, or after it, in FP32; cache: FP8 weights cast in the first
+    microbatch only, or in each, for models that take `is_first_microbatch`; storage: weights in FP8 in the
+    flat buffers, or cast by each layer; replay: microbatches as CUDA graphs, or eager.
 
     Attributes:
         ends: names of the two runs, off and on.
@@ -70,7 +67,6 @@ class Switch(str, Enum):
     ends: tuple[str, str]
 
     flag = "flag", "flag off", "flag on"
-    in_place = "in-place", "wrapped", "in place"
     reshard = "reshard", "not resharded", "resharded"
     fusion = "fusion", "two passes", "fused"
     cache = "cache", "cast each", "cast once"

@@ -131,7 +131,7 @@ def verify(
 ) -> Parity:
     """Trains a model with each switch off and on, and compares all bits.
 
-        parity = verify(build_model, batches, switches=["flag", "in-place"])
+        parity = verify(build_model, batches, switches=["flag", "reshard"])
         parity.require()
 
     Collective over all ranks.  The model is built anew for each run.  Losses, reduced gradients of every

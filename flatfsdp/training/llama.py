@@ -76,7 +76,6 @@ def llama(
         recipe=sharding.recipe,
         cache_fp8_weights=sharding.cache,
         seed=settings.seed,
-        in_place=sharding.in_place,
         replay=sharding.replay,
         **sharding.options,
     )

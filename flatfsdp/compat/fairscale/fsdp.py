@@ -7,6 +7,7 @@ Next: `options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -24,9 +25,11 @@ from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP
-from flatfsdp.engine.full_params import state_dict_gathering, whole_units
+from flatfsdp.engine.full_params import state_dict_gathering, state_dicts_gathered
+from flatfsdp.engine.in_place.shard import make_unit
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.units import root_of, units_in
+from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.policy import Gathering
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
@@ -134,8 +137,11 @@ class FullyShardedDataParallel(FlatFSDP):
             buffer_dtype=buffer_dtype,
             fp32_reduce_scatter=fp32_reduce_scatter,
         )
-        super().__init__(
+        # Not FlatFSDP's own, which lists local shards.
+        ModuleWrapper.__init__(self, module)
+        make_unit(
             module,
+            lists_flat=True,
             mesh=mesh_of(process_group, shard=shard),
             device=options.choose_device(compute_device, parameters, process_group),
             precision=precision,
@@ -145,6 +151,9 @@ class FullyShardedDataParallel(FlatFSDP):
             cpu_offload=offload,
         )
         self.fsdp_state.keep_as_root = disable_reshard_on_root
+        self.fsdp_state.lister = weakref.ref(self)
+        for group in self.fsdp_state.groups:
+            self._register_flat(group.flat_name, group.master.flat)
         self._ranks = ranks
         is_group = isinstance(process_group_reduce_scatter, dist.ProcessGroup)
         self._reduce_ranks = Ranks.of(process_group_reduce_scatter) if is_group else ranks
@@ -170,7 +179,7 @@ class FullyShardedDataParallel(FlatFSDP):
         )
         self.gradient_postdivide_factor = ranks.size / self.gradient_predivide_factor
         if gradient_predivide_factor or not options.mean_is_the_same(ranks.size, precision):
-            super().set_gradient_divide_factors(
+            self._unit.set_gradient_divide_factors(
                 self.gradient_predivide_factor, self.gradient_postdivide_factor, recurse=False
             )
 
@@ -266,6 +275,7 @@ class FullyShardedDataParallel(FlatFSDP):
         """Runs the module, with the input casts and cache clearing that were requested."""
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _cast((args, kwargs), torch.float16, torch.float32)
+        self._require_own_flats()
         args, kwargs = self._cast_inputs(args, kwargs)
         outputs = super().forward(*args, **kwargs)
         if self.clear_autocast_cache:
@@ -273,9 +283,21 @@ class FullyShardedDataParallel(FlatFSDP):
         return outputs
 
     @never_traced
+    def _require_own_flats(self) -> None:
+        """Raises if a flat parameter was replaced by another tensor, which nothing would read."""
+        state = self.fsdp_state
+        for group in state.groups:
+            if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
+                raise RuntimeError(
+                    f"the flat parameter of unit {group.name} was replaced (by another engine around the "
+                    "model, or torch.func.functional_call), and nothing would read what took its place; "
+                    "write to it in place, and give functional_call a plain copy of the model"
+                )
+
+    @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Casts FP32 inputs of the root, labels too, as fairscale does."""
-        is_cast = self._casts_input and root_of(self).unit is self.fsdp_state
+        is_cast = self._casts_input and root_of(self._unit).unit is self.fsdp_state
         return _cast((args, kwargs), torch.float32, self.compute_dtype) if is_cast else (args, kwargs)
 
     @contextmanager
@@ -286,10 +308,10 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle.
         """
-        root_of(self)
+        root_of(self._unit)
         assert self._is_root, "no_sync is for the root instance; call it on the outermost one"
         self.assert_state(TrainingState.IDLE)
-        with super().no_sync():
+        with self._unit.no_sync():
             yield
 
     def clip_grad_norm_(
@@ -306,12 +328,12 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle, or if an instance is spread over other ranks than the root.
         """
-        root_of(self)
+        root_of(self._unit)
         assert self._is_root, "clip_grad_norm_ is for the root instance; call it on the outermost one"
         self.assert_state(TrainingState.IDLE)
-        return super().clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
+        return self._unit.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
 
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:  # type: ignore[override]
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by `pre` before and by `post` after their sum over ranks.
 
         Args:
@@ -320,16 +342,14 @@ class FullyShardedDataParallel(FlatFSDP):
             recursive: apply to inner instances as well.
         """
         self.assert_state(TrainingState.IDLE)
-        super().set_gradient_divide_factors(pre, post, recursive)
+        self._unit.set_gradient_divide_factors(pre, post, recursive)
         for instance in get_fsdp_instances(self) if recursive else [self]:
             instance.gradient_predivide_factor, instance.gradient_postdivide_factor = pre, post
 
     # ---- ordinary parameters for a while ----------------------------------------------------------------
 
     @contextmanager
-    def summon_full_params(  # type: ignore[override]
-        self, recurse: bool = True, volatile: bool = False
-    ) -> Iterator[None]:
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Context in which the module has its ordinary parameters: whole, in shard precision, by their names.
 
         Args:
@@ -340,7 +360,7 @@ class FullyShardedDataParallel(FlatFSDP):
             ValueError: unless this instance is idle.
         """
         self.assert_state(TrainingState.IDLE)
-        with super().summon_full_params(recurse, writeback=not volatile):
+        with self._unit.summon_full_params(recurse, writeback=not volatile):
             yield
 
     def reset_parameters(self) -> None:
@@ -356,7 +376,7 @@ class FullyShardedDataParallel(FlatFSDP):
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
         self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
         # Also inside summon_full_params, for units below that are not summoned yet.
-        with super().summon_full_params(
+        with self._unit.summon_full_params(
             writeback=self.fsdp_state.writes_back or not self.fsdp_state.is_whole
         ):
             self.module.reset_parameters()  # type: ignore[operator]
@@ -381,7 +401,13 @@ class FullyShardedDataParallel(FlatFSDP):
 
         In mixed precision buffers are cast to FP32.  Collective.
         """
-        saved = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        asked = state_dict_gathering()
+        gathering = Gathering(
+            asked.rank0_only or self.state_dict_on_rank_0_only,
+            asked.offload_to_cpu or self.state_dict_device.type == "cpu",
+        )
+        with state_dicts_gathered(gathering):
+            saved = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         keys = [key for key in saved if key.startswith(prefix)]
         if self.state_dict_on_rank_0_only and dist.is_initialized() and dist.get_rank() != 0:
             for key in keys:
@@ -398,15 +424,6 @@ class FullyShardedDataParallel(FlatFSDP):
         if value.device.type != self.state_dict_device.type:
             return value.to(self.state_dict_device, dtype)
         return value.to(dtype, copy=value.data_ptr() in in_use)
-
-    def _registered_parameters(self) -> AbstractContextManager[None]:
-        root_of(self)
-        asked = state_dict_gathering()
-        gathering = Gathering(
-            asked.rank0_only or self.state_dict_on_rank_0_only,
-            asked.offload_to_cpu or self.state_dict_device.type == "cpu",
-        )
-        return whole_units([self], gathering, writeback=False)
 
     # ---- sharded checkpoints ----------------------------------------------------------------------------
 
@@ -428,7 +445,7 @@ class FullyShardedDataParallel(FlatFSDP):
             f"{prefix}{group.flat_name}"
             for prefix, unit in units_in(self)
             for group in unit.fsdp_state.groups
-            if optim_state.is_uncollected(unit, self)
+            if optim_state.is_uncollected(unit, self._unit)
         }
         for key, about in metadata["shards"].items():
             about["no_broadcast_optim_state"] = key in alone
@@ -446,7 +463,7 @@ class FullyShardedDataParallel(FlatFSDP):
         Returns:
             None on all ranks but the first.
         """
-        return optim_state.gather_full(self, optim)
+        return optim_state.gather_full(self._unit, optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of what `gather_full_optim_state_dict` returned, for `load_state_dict`.
@@ -454,7 +471,7 @@ class FullyShardedDataParallel(FlatFSDP):
         Works for any number of ranks, and for states that fairscale saved.  Every rank needs the whole dict,
         which is not changed.  Collective only at the first use of the model.
         """
-        return optim_state.shard_of(self, full_optim_state_dict)
+        return optim_state.shard_of(self._unit, full_optim_state_dict)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

@@ -20,7 +20,7 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.param_groups import PortionTarget
+from flatfsdp.engine.storage.targets import PortionTarget
 from flatfsdp.torch_private import never_traced
 
 _NOT_ELEMENTWISE = frozenset(
@@ -251,7 +251,5 @@ def _has_matrix(parameter: Tensor) -> bool:
     shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
     if shape is not None:
         return len(shape) >= 2
-    # A portion that `param_groups` has cut was chosen by the shape itself.
-    if not isinstance(target, PortionTarget) or parameter is not target.group.master.flat:
-        return False
-    return any(len(slot.whole_shape) >= 2 for slot in target.group.layout.slots)
+    slots = target.group.layout.slots if isinstance(target, PortionTarget) else ()
+    return any(len(slot.whole_shape) >= 2 for slot in slots)

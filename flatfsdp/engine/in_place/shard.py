@@ -71,15 +71,14 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
             f"shard takes a module, and then the policy, not a {type(module).__name__} first. Several "
             "modules are one unit as parts of the module around them: shard that one; or shard each by itself"
         )
-    # Raise all that can be known before anything changes.
-    _require_shardable(module)
+    # All that can be known is raised before anything changes.
     picked = {} if policy is None else pick_units(module, policy)
     # For its checks: `make_units` would come to some of them when other units are made already.
     parameters_to_take(module)
+    _require_shardable(module)
     for each in picked:
         _require_shardable(each)
-    make_units(module, picked, _make_unit, options)
-    return module
+    return make_units(module, picked, make_unit, options)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -127,11 +126,20 @@ def _require_shardable(module: nn.Module) -> None:
             require_mixable(below, FlatFSDPPart)
 
 
-def _make_unit(module: nn.Module, **options: Unpack[Options]) -> UnitModule:
+def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]) -> M:
+    """Makes a unit of a module, with everything inside that is not sharded yet; returns the module.
+
+    Args:
+        lists_flat: whether a wrapper lists flat parameters, and modules list none.
+
+    Raises:
+        TypeError, ValueError: as `shard`.
+    """
+    _require_shardable(module)
     inside = distinct_units(module)
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]
-    state = build_unit(module, in_place=True, **options)
+    state = build_unit(module, lists_flat=lists_flat, **options)
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)

@@ -7,28 +7,30 @@ Out:  hooks on these modules; a `state_dict` or `load_state_dict` of any module 
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from torch import nn
 
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.flat.binding import misfit
 from flatfsdp.flat.layout import ParamSlot
-from flatfsdp.flat.module_wrapper import misfit
 
-_Listed = list[tuple[str, MasterShard, ParamSlot, nn.Parameter]]
-"""Parameters that a module lists: name of the attribute, place in a shard, and this rank's part."""
+_Taken = list[tuple[str, MasterShard, ParamSlot, nn.Parameter | None]]
+"""Parameters of a module: name of the attribute, place in a shard, and what the module lists, if anything."""
 
 
 def follow_state_dicts(state: Unit) -> None:
     """Registers the hooks of a unit's modules."""
-    listed: dict[nn.Module, _Listed] = {}
+    taken: dict[nn.Module, _Taken] = {}
     for group in state.groups:
         binding = group.binding
-        for slot, sites, view in zip(binding.layout.slots, binding.sites, binding.listed, strict=True):
+        places = zip(binding.layout.slots, binding.sites, binding.listed or repeat(None), strict=False)
+        for slot, sites, listed in places:
             for site in sites:
-                listed.setdefault(site.module, []).append((site.attribute, group.master, slot, view))
-    for module, parameters in listed.items():
+                taken.setdefault(site.module, []).append((site.attribute, group.master, slot, listed))
+    for module, parameters in taken.items():
         module.register_state_dict_pre_hook(partial(_refuse_parts, state))
         module.register_load_state_dict_pre_hook(partial(_load, state, parameters))
 
@@ -42,23 +44,35 @@ def _refuse_parts(state: Unit, module: nn.Module, prefix: str, keep_vars: bool) 
 
 
 def _load(
-    state: Unit, listed: _Listed, _: nn.Module, values: Any, prefix: str, metadata: Any, *reports: Any
+    state: Unit,
+    taken: _Taken,
+    _: nn.Module,
+    values: Any,
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
-    """Takes this rank's part of each value, which the module then copies to itself."""
+    """Takes this rank's part of each value, which the module then copies to what it lists."""
     if state.is_whole:
         return
     # With `assign=True` the module would list whole tensors in place of its parts.
     metadata["assign_to_params_buffers"] = False
-    for attribute, master, slot, view in listed:
+    for attribute, master, slot, listed in taken:
         key = prefix + attribute
-        if key not in values:
-            continue
-        problem = misfit(slot, values[key], key)
-        if problem is None:
-            master.load(slot, values[key])
-        else:
-            # Error messages are the last of the reports: missing keys, unexpected ones, messages.
-            reports[-1].append(problem)
-        values[key] = view.detach()
-        # The copy is no write by somebody else.
-        master.first_version += 1
+        if key in values:
+            problem = misfit(slot, values[key], key)
+            if problem is None:
+                master.load(slot, values[key])
+            else:
+                errors.append(problem)
+        if listed is None:
+            # The module does not know of the parameter.
+            missing += [key] if strict and key not in values else []
+            values.pop(key, None)
+        elif key in values:
+            values[key] = listed.detach()
+            # The copy is no write by somebody else.
+            master.first_version += 1

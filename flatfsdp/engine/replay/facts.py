@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.engine.fsdp import is_own_hook
+from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
@@ -119,7 +119,7 @@ class Surroundings:
         self._layers = [module for module in modules if isinstance(module, Countable)]
         self._counted = [vars(layer) for layer in self._layers]
         self._of_layers = [layer._buffers for layer in self._layers]
-        self._flagged = [group.flagged[0] for group in root.groups]
+        self._flagged = [group.master.parameters[0] for group in root.groups]
         self._flats = [group.master.flat for group in root.groups]
         self._storages = [group.compute_shard.tensor.untyped_storage() for group in root.groups]
         self._hooks = [getattr(module, kind) for module in modules for kind in _HOOKS]
@@ -233,11 +233,10 @@ def _has_other_buffers(module: nn.Module) -> bool:
 
 def _may_be_recorded(hook: Any) -> bool:
     """Whether a hook launches nothing and has no other effect, so that a replay is right without it."""
-    # A wrapper has a hook on the module that it wraps; for gradient checkpointing, transformers and PEFT have
-    # one that calls `requires_grad_` of the embedding's output.
+    # For gradient checkpointing, transformers and PEFT have one that calls `requires_grad_` of embeddings.
     name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
     asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
-    return is_own_hook(hook) or asks_for_grads
+    return is_cast(hook) or asks_for_grads
 
 
 def _ambient() -> tuple[Any, ...]:

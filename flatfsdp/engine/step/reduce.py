@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ from flatfsdp.torch_private import run_post_accumulate_hooks
 logger = logging.getLogger(__name__)
 
 Used = tuple[bool, ...]
-"""Whether a gradient has come to each parameter of a group in place, or, alone, to a flat parameter."""
+"""Whether a gradient has come to each parameter that the optimizer has of a group."""
 
 MAX_IN_FLIGHT = 2
 """Reductions under way before the compute stream waits for the oldest: one runs while the next one's
@@ -283,8 +282,7 @@ class Reducer:
                 self._shared.ledger.add("accumulate", 3 * added * grad.element_size())
         # Once all gradients are there: a hook may step an optimizer that has parameters of several groups.
         for (group, _, _), of_group in zip(reduced, used, strict=True):
-            of_parameters = of_group if group.master.has_views else repeat(of_group[0])
-            for parameter, is_used in zip(group.master.parameters, of_parameters, strict=False):
+            for parameter, is_used in zip(group.master.parameters, of_group, strict=True):
                 if is_used:
                     run_post_accumulate_hooks(parameter)
 
@@ -345,21 +343,19 @@ def _kept(group: FlatGroup) -> Tensor | None:
 
 
 def _used(group: FlatGroup) -> Used:
-    """What this rank has used of a group: of a wrapper's flat parameter, anything counts as all of it.
+    """What this rank has used of a group: of a flat parameter, anything counts as all of it.
 
     A penalty that has a gradient counts as well, so that ranks agree on who has one.
     """
+    of_slots = list(map(group.state.used.__contains__, range(len(group.layout.slots))))
     penalties = group.master.marks.autograds()
-    if not group.master.has_views:
-        return (bool(group.state.used or penalties),)
-    used = group.state.used.union(penalties) if penalties else group.state.used
-    return tuple(map(used.__contains__, range(len(group.layout.slots))))
+    return tuple(used or n in penalties for n, used in enumerate(group.master.of_portions(of_slots)))
 
 
 def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:
     """Whether another rank may have used something that this one has not; nobody uses what is frozen."""
     if all(own):
         return False
-    if not group.master.has_views or group.state.flags_changed:
-        return True
-    return any(trains and not is_used for trains, is_used in zip(group.params.trained, own, strict=True))
+    trained = group.master.of_portions(group.params.trained)
+    unused = (trains and not is_used for trains, is_used in zip(trained, own, strict=True))
+    return group.state.flags_changed or any(unused)

@@ -29,24 +29,24 @@ def follow_requires_grad(group: FlatGroup) -> None:
     """Trains or freezes what a user has changed; runs in each forward, and usually finds nothing changed.
 
     Raises:
-        RuntimeError: if weights that were built frozen and stored in FP8 are to be trained; in a wrapper, if
-            only some of a group's parameters were changed.
+        RuntimeError: if weights that were built frozen and stored in FP8 are to be trained; if only some of
+            the parameters in one flat parameter were changed.
     """
     known = group.params.trained
     shown = list(map(_REQUIRES_GRAD, group.params.shown_now))
-    listed = list(map(_REQUIRES_GRAD, group.master.parameters))
-    if group.master.has_views:
-        if shown == known and listed == known:
-            return
-        # Whichever of the two was changed.
-        wanted = [a if a != b else c for a, b, c in zip(listed, known, shown, strict=True)]
-    else:
-        trains = group.master.flat.requires_grad
-        wanted = [trains] * len(known)
-        if wanted == known:
-            # The flat parameter is what counts, so a flag of a part would have no effect.
-            _require_together(group, shown, listed)
-            return
+    listed = group.flags
+    if shown == known and listed == known:
+        return
+    # Whichever of the two was changed.
+    wanted = [a if a != b else c for a, b, c in zip(listed, known, shown, strict=True)]
+    if not group.master.is_divided and len(set(wanted)) > 1:
+        changed = [trains != before for trains, before in zip(wanted, known, strict=True)].index(True)
+        raise RuntimeError(
+            f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set to "
+            f"{wanted[changed]} by itself, and it is a part of a flat parameter, which is frozen as a whole: "
+            "call requires_grad_() of the module that was wrapped, make what is to be frozen by itself a "
+            "unit of its own, or shard the model with flatfsdp.shard"
+        )
     if any(wanted) and group.main_grad is None:
         if group.compute_shard.is_cast_once_a_load:
             raise RuntimeError(
@@ -57,23 +57,3 @@ def follow_requires_grad(group: FlatGroup) -> None:
         # It is trained for the first time; what is built frozen has no memory for gradients.
         group.open_main_grad()
     group.train(wanted)
-
-
-def _require_together(group: FlatGroup, shown: list[bool], listed: list[bool]) -> None:
-    """Checks that no parameter of a wrapper's group has been frozen or unfrozen by itself.
-
-    Raises:
-        RuntimeError: if one has; its gradient is a part of the flat parameter's.
-    """
-    changed = not group.trains
-    if changed in shown:
-        name = f"parameter {group.unit.prefix}{group.layout.slots[shown.index(changed)].name}"
-    elif changed in listed:
-        name = f"an optimizer's local shard of unit {group.name}"
-    else:
-        return
-    raise RuntimeError(
-        f"requires_grad of {name} was set to {changed} by itself; the parameters of a wrapped unit are one "
-        "flat parameter, and frozen together: call requires_grad_() of the wrapped module, make what is to "
-        "be frozen by itself a unit of its own, or shard the model in place with flatfsdp.shard"
-    )

@@ -34,7 +34,8 @@ class Unit(UnitMember):
 
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
-        outer: the module around it that was sharded in place; None for the outermost one and for wrappers.
+        outer: the unit's module around it; None for the outermost one.
+        lister: the wrapper that lists the master shards as flat parameters; None: modules list local shards.
         uses: number of running calls of the module, or of parts of it.
         is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
         writes_back: whether these are written back at the end.
@@ -50,6 +51,7 @@ class Unit(UnitMember):
         super().__init__(policy, grid, shared)
         self.groups: list[FlatGroup] = []
         self.outer: weakref.ref[nn.Module] | None = None
+        self.lister: weakref.ref[nn.Module] | None = None
         self.uses = 0
         self.is_whole = self.writes_back = False
         self.casts: list[RemovableHandle] = []

@@ -54,7 +54,7 @@ class NormsOverRanks:
 
         Raises:
             RuntimeError: if some gradient in the model was not put there by the engine; for a stage of a
-                pipeline; for portions that `param_groups` has cut.
+                pipeline.
             ValueError: if some units are spread over fewer ranks than others.
         """
         answer, grad.answer = grad.answer, None
@@ -99,12 +99,6 @@ class NormsOverRanks:
 
     def _require_whole_model(self) -> None:
         masters = [master for master in (each() for each in self._masters) if master is not None]
-        if any(master.is_cut for master in masters):
-            raise RuntimeError(
-                "a norm was asked of the gradient of a local shard that flatfsdp.param_groups has cut, and "
-                "other ranks have others; use model.clip_grad_norm_(max_norm), or max_grad_norm= of "
-                "flatfsdp.optim, which know the norm of all"
-            )
         if any(master.stages.size > 1 for master in masters):
             raise RuntimeError(
                 "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "

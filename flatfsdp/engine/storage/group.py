@@ -33,7 +33,7 @@ from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8Shard
 from flatfsdp.engine.storage.main_grad import MainGrad
-from flatfsdp.engine.storage.master import KeptGrad, MasterShard, Portion
+from flatfsdp.engine.storage.master import KeptGrad, MasterShard
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, ShardState, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED
@@ -43,9 +43,6 @@ from flatfsdp.policy import Division
 from flatfsdp.torch_private import shares_memory
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
-"""Function of (master shard, the parameters it was filled from) that cuts one portion for each of them."""
 
 
 def settle(groups: Iterable[FlatGroup]) -> None:
@@ -64,8 +61,8 @@ class FlatGroup:
             role.
         landed: called when a gradient of this backward is in `main_grad`, with this group and the slot's
             index, or None when all slots landed at once.
-        cut: makes the portions, one a parameter, which modules list in place of the parameters from now on;
-            None: modules list none, and the shard is one portion.
+        lists_flat: whether the optimizer has the master shard as one parameter, and modules list none; False:
+            modules list a local shard in place of each parameter.
 
     Attributes:
         state: what is true of the group now; see `become`.
@@ -89,7 +86,8 @@ class FlatGroup:
         unit: UnitMember,
         binding: Binding,
         landed: Callable[[FlatGroup, int | None], None],
-        cut: Cut | None = None,
+        *,
+        lists_flat: bool = False,
     ) -> None:
         self.unit = unit
         self.grid = unit.grid
@@ -104,8 +102,8 @@ class FlatGroup:
         precision, num_shards, originals = unit.policy.precision, self.grid.shard.size, binding.parameters()
         self.built_frozen = not originals[0].requires_grad
         self.master = self._filled_master(originals)
-        if cut is not None:
-            self.master.divide(cut(self.master, originals))
+        self.master.divide(None if lists_flat else originals)
+        if not lists_flat:
             binding.list(self.master.parameters)
         # "in_layers" packs weights as FP8 would, and each layer casts its own: what `verify` compares with.
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
@@ -273,18 +271,12 @@ class FlatGroup:
     @property
     def trains(self) -> bool:
         """Whether some parameter requires a gradient now."""
-        return any(map(_REQUIRES_GRAD, self.flagged))
+        return any(map(_REQUIRES_GRAD, self.master.parameters))
 
     @property
-    def flagged(self) -> Sequence[nn.Parameter]:
-        """Parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
-        return self.master.parameters if self.master.has_views else (self.master.flat,)
-
-    @property
-    def flags(self) -> list[bool]:
+    def flags(self) -> Sequence[bool]:
         """For each slot, whether its parameter requires a gradient now."""
-        flags = list(map(_REQUIRES_GRAD, self.flagged))
-        return flags if self.master.has_views else flags * len(self.layout.slots)
+        return self.master.of_slots(list(map(_REQUIRES_GRAD, self.master.parameters)))
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Trains or freezes the parameter of each slot from now on."""
@@ -293,8 +285,7 @@ class FlatGroup:
         self.params.follow(wanted)
         self.num_trained = sum(wanted)
         self.master.flat.requires_grad_(any(wanted))
-        flags = wanted if self.master.has_views else [any(wanted)] * len(self.master.parameters)
-        for parameter, trains in zip(self.master.parameters, flags, strict=True):
+        for parameter, trains in zip(self.master.parameters, self.master.of_portions(wanted), strict=True):
             parameter.requires_grad_(trains)
 
     def open_main_grad(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
-from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.storage.local_shards import Portion, Split, cut
 from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, Version
@@ -44,40 +44,9 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
         )
 
 
+T = TypeVar("T")
+
 _ADDRESS = Tensor.data_ptr
-
-
-class Portion(NamedTuple):
-    """Elements [start, stop) of a master shard, and the parameter that aliases them for the optimizer."""
-
-    parameter: nn.Parameter
-    start: int
-    stop: int
-
-
-class Split(NamedTuple):
-    """Recipe for cutting a tensor as long as a shard into portions.
-
-    Attributes:
-        lengths: lengths of the pieces: the portions, and what is between them.
-        portions: index of each portion's piece.
-    """
-
-    lengths: list[int]
-    portions: list[int]
-
-    @classmethod
-    def of(cls, portions: Sequence[Portion], numel: int) -> Split:
-        """Splits a shard into these portions and the gaps between them."""
-        split, end = cls([], []), 0
-        for _, start, stop in portions:
-            if start > end:
-                split.lengths.append(start - end)
-            split.portions.append(len(split.lengths))
-            split.lengths.append(stop - start)
-            end = stop
-        split.lengths.append(numel - end)
-        return split
 
 
 class MasterShard:
@@ -96,10 +65,8 @@ class MasterShard:
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
-        portions: parts that the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a
-            model that is sharded in place, one view for each slot.
+        portions: parts that the optimizer updates: one for each slot, even an empty one, or one for all.
         parameters: the parameters of the portions, in the same order.
-        has_views: whether each slot is a portion, even an empty one: the model is sharded in place.
         in_model: number of the shard in its model, and what asks the model's ranks about gradients.
         places: whose gradients those of the portions are.
         marks: watch over the `.grad` of the portions while gradients wait to be reduced.
@@ -138,7 +105,6 @@ class MasterShard:
         self._split: Split | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
-        self.divide([Portion(self.flat, 0, self.flat.numel())])
         self.stages = ALONE
         self.generation = 0
         self.first_digests: dict[ParamSlot, Tensor] = {}
@@ -172,32 +138,41 @@ class MasterShard:
     # ---- what the optimizer has -------------------------------------------------------------------------
 
     @property
-    def is_cut(self) -> bool:
-        """Whether `param_groups` has cut portions, whose number may differ between ranks."""
-        return not self.has_views and any(each.parameter is not self.flat for each in self.portions)
+    def is_divided(self) -> bool:
+        """Whether each slot is a portion, rather than the shard as a whole."""
+        return self.parameters[0] is not self.flat
+
+    def of_slots(self, of_portions: Sequence[T]) -> Sequence[T]:
+        """For each slot, what is given for the portion that it is in."""
+        return of_portions if self.is_divided else [*of_portions] * len(self.layout.slots)
+
+    def of_portions(self, of_slots: Sequence[bool]) -> Sequence[bool]:
+        """For each portion, whether it holds for a slot in it."""
+        return of_slots if self.is_divided else [any(of_slots)]
 
     def portion_name(self, number: int) -> str:
-        """Name of a portion in its unit: "head.weight" for a view, otherwise "flat_param"."""
-        return self.layout.slots[number].name if self.has_views else "flat_param"
+        """Name of a portion in its unit: "head.weight" for a slot, otherwise "flat_param"."""
+        return self.layout.slots[number].name if self.is_divided else "flat_param"
 
-    def divide(self, portions: Sequence[Portion]) -> None:
-        """Makes these portions what the optimizer has from now on."""
-        self.portions = portions
-        self.has_views = bool(portions) and WHOLE_SHAPE.is_on(portions[0].parameter)
-        self.parameters = [portion.parameter for portion in portions]
-        others = [portion for portion in portions if portion.parameter is not self.flat]
+    def divide(self, originals: Sequence[nn.Parameter] | None) -> None:
+        """Makes what the optimizer has: a portion for each slot, or one for all.
+
+        Args:
+            originals: the parameters that the slots were filled from; None leaves the shard undivided.
+        """
+        whole = Portion(self.flat, 0, self.flat.numel())
+        self.portions: Sequence[Portion] = [whole]
+        if originals is not None:
+            self.portions = cut(self.flat, self.layout, self.grid.shard.rank, originals)
+        self.parameters = [portion.parameter for portion in self.portions]
+        others = self.portions if self.is_divided else ()
         self._empty = [parameter for parameter, start, stop in others if start == stop]
-        filled = [
-            Portion(self.flat, 0, self.flat.numel()),
-            *(each for each in others if each.start < each.stop),
-        ]
+        filled = [whole, *(each for each in others if each.start < each.stop)]
         self._with_memory = [portion.parameter for portion in filled]
         size = self.flat.element_size()
         self._addresses = [self._address + portion.start * size for portion in filled]
-        # Hooks belong to the parameter objects, of which there are new ones.
-        self.places = [Place(self.in_model, index) for index in range(len(portions))]
+        self.places = [Place(self.in_model, index) for index in range(len(self.portions))]
         self.marks.follow(self.parameters, self.places)
-        self._split = None
 
     # ---- whole values -----------------------------------------------------------------------------------
 
@@ -312,8 +287,7 @@ class MasterShard:
     @property
     def grads(self) -> Sequence[Tensor]:
         """The reduced gradients that are there: one a portion, or one of all views together."""
-        # Cut portions are added up one by one, as in the norm of an optimizer that has them.
-        if not self.is_cut and (joint := self.joint_grad(0, len(self.portions))) is not None:
+        if (joint := self.joint_grad(0, len(self.portions))) is not None:
             return [joint.flat]
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [plain(grad) for grad in found if grad is not None]
@@ -357,8 +331,8 @@ class MasterShard:
 
         Args:
             grad: as long as the shard.
-            used: whether some rank has used it in this step, for each view, or once for all other portions;
-                what nobody has used gets no gradient.
+            used: for each portion, whether some rank has used it in this step; what nobody has used gets no
+                gradient.
 
         Returns:
             Number of elements that were added, not set.
@@ -377,7 +351,6 @@ class MasterShard:
         autograds = self.marks.autograds()
         if not published.idle and not autograds:
             return added
-        used = used if self.has_views else [used[0]] * len(self.portions)
         parts = zip(self.portions, self._parts(published.flat), self.places, used, strict=True)
         for index, ((parameter, _, _), part, place, is_used) in enumerate(parts):
             if (own := autograds.get(index)) is not None:

@@ -220,11 +220,6 @@ class UnreducedMarks:
         if not receives_gradient(parameter):
             # `autograd.grad` asks for it, and accumulates nothing.
             return
-        if index >= len(self.parameters) or self.parameters[index] is not parameter:
-            raise RuntimeError(
-                "a gradient came to a flat parameter that flatfsdp.param_groups has cut, so no optimizer has "
-                "it any more; compute the penalty from the parameters in the optimizer's param_groups"
-            )
         if len(parameter._post_accumulate_grad_hooks or ()) > 1:
             raise RuntimeError(
                 "a parameter with a post-accumulate-grad hook got a gradient of its own (from a penalty on "
