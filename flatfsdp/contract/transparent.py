@@ -8,6 +8,7 @@ Next: `flat/sites.py` finds parameters by these names, `fp8/overflows.py` FP8 la
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -32,3 +33,10 @@ def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
         if child is not None:
             is_wrapped = isinstance(module, Transparent) and child is module.module
             yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+
+
+def unwrapped(value: Any) -> Any:
+    """The module inside all wrappers around it; other objects are what they are."""
+    while isinstance(value, Transparent):
+        value = value.module
+    return value

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
+from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.engine.in_place.shard import make_unit
 from flatfsdp.engine.methods import UnitMethods, unit_of
 from flatfsdp.engine.options import Options, require_known
@@ -24,7 +25,7 @@ from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.microbatch import Microbatch
 
 
-class FlatFSDP(ModuleWrapper):
+class FlatFSDP(Guarded, ModuleWrapper):
     """A module around one that `flatfsdp.shard` has sharded, as one unit together with all that is unsharded.
 
     Takes every parameter below `module` that no inner FlatFSDP has taken, so wrap inner modules first

@@ -17,7 +17,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
-from flatfsdp.contract.transparent import Transparent
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.full_params import whole_units
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.step.unit import Unit
@@ -297,10 +297,9 @@ def unit_of(module: nn.Module) -> UnitMethods:
     Raises:
         TypeError: for any other module.
     """
+    module = unwrapped(module)
     if isinstance(module, UnitMethods):
         return module
-    if isinstance(module, Transparent):
-        return unit_of(module.module)
     reference = PART_OF.of(module)
     unit = None if reference is None else reference()
     if not isinstance(unit, UnitMethods):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.flat.binding import Binding, misfit
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.flat.module_wrapper import ModuleWrapper
@@ -59,7 +60,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         flat_param_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__(module)
-        self._bindings: tuple[Binding, ...] = ()
+        self.bindings: tuple[Binding, ...] = ()
         self._flat_names: tuple[str, ...] = ()
         self._is_flat = False
         bindings = [Binding.of(module, group) for group in _groups(module, param_list)]
@@ -71,7 +72,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         self._flatten(bindings, flat_param_names)
 
     def _flatten(self, bindings: Sequence[Binding], names: Sequence[str]) -> None:
-        self._bindings, self._flat_names, self._is_flat = tuple(bindings), tuple(names), bool(names)
+        self.bindings, self._flat_names, self._is_flat = tuple(bindings), tuple(names), bool(names)
         for name, binding in zip(names, bindings, strict=True):
             parameters = binding.parameters()
             flat = parameters[0].new_zeros(binding.layout.padded_numel(1))
@@ -83,7 +84,7 @@ class FlattenParamsWrapper(ModuleWrapper):
     def _bind_views(self) -> None:
         # Differentiable in any grad mode, because the views stay in the module.
         with torch.enable_grad():
-            for binding, flat in zip(self._bindings, self.flat_params, strict=True):
+            for binding, flat in zip(self.bindings, self.flat_params, strict=True):
                 binding.bind(_FlatViews.apply(flat, binding.layout))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ class FlattenParamsWrapper(ModuleWrapper):
     @property
     def num_params_managed(self) -> int:
         """Number of distinct parameters that were flattened; a tied one counts once."""
-        return sum(len(binding.layout.slots) for binding in self._bindings)
+        return sum(len(binding.layout.slots) for binding in self.bindings)
 
     def metadata(self, index: int) -> FlatParamMetadata:
         """Describes flat parameter number `index`.
@@ -135,7 +136,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         Raises:
             IndexError: if there is no such flat parameter.
         """
-        binding = self._bindings[index]
+        binding = self.bindings[index]
         slots = binding.layout.slots
         return FlatParamMetadata(
             tuple(slot.name for slot in slots),
@@ -157,14 +158,14 @@ class FlattenParamsWrapper(ModuleWrapper):
         flats = self._checked(flat_params)
         return [
             view
-            for binding, flat in zip(self._bindings, flats, strict=True)
+            for binding, flat in zip(self.bindings, flats, strict=True)
             for view in _FlatViews.apply(flat, binding.layout)
         ]
 
     def _checked(self, flat_params: Sequence[Tensor] | None) -> Sequence[Tensor]:
         if flat_params is None:
             return self.flat_params
-        expected = [(binding.layout.padded_numel(1),) for binding in self._bindings]
+        expected = [(binding.layout.padded_numel(1),) for binding in self.bindings]
         shapes = [tuple(flat.shape) for flat in flat_params]
         if shapes != expected:
             raise ValueError(f"flat_params have shapes {shapes}; this wrapper needs {expected}")
@@ -196,9 +197,9 @@ class FlattenParamsWrapper(ModuleWrapper):
             return
         registered = [
             [nn.Parameter(view, own.requires_grad) for view in binding.layout.views(flat.detach())]
-            for binding, own, flat in zip(self._bindings, self.flat_params, flats, strict=True)
+            for binding, own, flat in zip(self.bindings, self.flat_params, flats, strict=True)
         ]
-        for name, binding, parameters in zip(self._flat_names, self._bindings, registered, strict=True):
+        for name, binding, parameters in zip(self._flat_names, self.bindings, registered, strict=True):
             # The flat parameter stays an attribute, but is not registered.
             self.__dict__[name] = self._parameters.pop(name)
             binding.register(parameters)
@@ -216,7 +217,7 @@ class FlattenParamsWrapper(ModuleWrapper):
     def _write_back(self) -> None:
         """Copies registered parameters that do not alias their slots, after checking all of them."""
         flats = [flat.detach() for flat in self.flat_params]
-        pairs = zip(self._bindings, flats, strict=True)
+        pairs = zip(self.bindings, flats, strict=True)
         writes = [w for binding, flat in pairs for w in binding.replaced(binding.layout.views(flat))]
         for view, value in writes:
             view.copy_(value)
@@ -248,7 +249,7 @@ class FlattenParamsWrapper(ModuleWrapper):
 
         Values are always copied, even with `assign=True`.
         """
-        for name, binding in zip(self._flat_names, self._bindings, strict=True):
+        for name, binding in zip(self._flat_names, self.bindings, strict=True):
             flat = state_dict.pop(prefix + name, None)
             if flat is None:
                 continue
@@ -261,7 +262,7 @@ class FlattenParamsWrapper(ModuleWrapper):
                 continue
             for sites, view in zip(binding.sites, binding.layout.views(flat), strict=True):
                 state_dict.update((prefix + site.name, view) for site in sites)
-        for own, binding in zip(self.flat_params, self._bindings if self.is_flattened else (), strict=False):
+        for own, binding in zip(self.flat_params, self.bindings if self.is_flattened else (), strict=False):
             for slot, sites in zip(binding.layout.slots, binding.sites, strict=True):
                 for key in (prefix + site.name for site in sites):
                     if key not in state_dict:
@@ -285,10 +286,10 @@ class FlattenParamsWrapper(ModuleWrapper):
         """
         groups = {
             name: [slot.name for slot in binding.layout.slots]
-            for name, binding in zip(self._flat_names, self._bindings, strict=True)
+            for name, binding in zip(self._flat_names, self.bindings, strict=True)
         }
         with self.unflatten_params():
-            kept = {k: v for k, v in vars(self).items() if k not in ("_bindings", *self._flat_names)}
+            kept = {k: v for k, v in vars(self).items() if k not in ("bindings", *self._flat_names)}
             return {**copy.deepcopy(kept, memo), "_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -391,11 +392,8 @@ def _check_group(binding: Binding) -> None:
 def _check_names(names: Sequence[str], num_groups: int, wrapper: FlattenParamsWrapper) -> None:
     if len(names) != num_groups:
         raise ValueError(f"{len(names)} flat_param_names for {num_groups} groups of parameters")
-    inner = wrapper.module
-    while isinstance(inner, ModuleWrapper):
-        inner = inner.module
     # The module's own names count as taken, because both would claim one key in flat_state_dict.
-    taken = {*dir(wrapper), *dir(inner)}
+    taken = {*dir(wrapper), *dir(unwrapped(wrapper))}
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"flat_param_names contains {name!r}, which is not an attribute name")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.methods import UnitMethods
 
@@ -97,20 +98,21 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         super().setup_environment()
 
-    def setup_module(self, module: nn.Module) -> UnitMethods:
+    def setup_module(self, module: nn.Module) -> nn.Module:
         """Checks that FlatFSDP has sharded the model for this device and these ranks; returns it unchanged.
 
         Raises:
             TypeError: if FlatFSDP has not wrapped the model.
             ValueError: if it has, but on another device or over other ranks.
         """
-        if not isinstance(module, UnitMethods):
+        unit = unwrapped(module)
+        if not isinstance(unit, UnitMethods):
             raise TypeError(
                 f"FlatFSDPStrategy runs a FlatFSDP module, not a {type(module).__name__}; wrap it before "
                 "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device), or shard in place"
             )
         way_out = "wrap it after fabric.launch(), with device=fabric.device, over all ranks, without tp_group"
-        require_place(module, self.root_device, self.world_size, way_out)
+        require_place(unit, self.root_device, self.world_size, way_out)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -124,7 +126,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves nothing for a FlatFSDP module: it is on its device, even if its shards are in CPU memory."""
-        if not isinstance(module, UnitMethods):
+        if not isinstance(unwrapped(module), UnitMethods):
             super().module_to_device(module)
 
     # ---- training ---------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class FlatFSDPStrategy(DDPStrategy):
             `state` is unchanged after an error.
         """
         folder = local_path(self.broadcast(path))
-        if isinstance(state, UnitMethods):
+        if isinstance(unwrapped(state), UnitMethods):
             saved = torch.load(folder, map_location="cpu", mmap=True, weights_only=weights_only)
             state.load_state_dict(saved, strict)
             return {}
@@ -235,7 +237,7 @@ def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[
         ValueError: unless there is one model, and at most one of each of the others.
     """
     state = state if isinstance(state, dict) else {}
-    models = [each for each in state.values() if isinstance(each, UnitMethods)]
+    models = [each for each in state.values() if isinstance(unwrapped(each), UnitMethods)]
     optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
     averages = [each for each in state.values() if isinstance(each, EMA)]
     if len(models) != 1 or len(optimizers) > 1 or len(averages) > 1:
@@ -244,7 +246,8 @@ def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[
             f"{len(models)}, {len(optimizers)} and {len(averages)}; pass a dict such as "
             '{"model": model, "optimizer": optimizer, "step": step}'
         )
-    rest = {key: each for key, each in state.items() if not isinstance(each, UnitMethods | Optimizer | EMA)}
+    known = UnitMethods | Optimizer | EMA
+    rest = {key: each for key, each in state.items() if not isinstance(unwrapped(each), known)}
     return models[0], next(iter(optimizers), None), next(iter(averages), None), rest
 
 

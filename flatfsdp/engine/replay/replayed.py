@@ -27,13 +27,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.replay.facts import Facts, Surroundings
 from flatfsdp.engine.replay.graphs import Graphs, graphs_on
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.replay.recording import Recording, autograds_of, require_nothing_kept
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
-from flatfsdp.engine.units import UnitModule, root_of
+from flatfsdp.engine.units import UnitModule, root_of, units_in
 from flatfsdp.fp8.delayed_scaling import Scaling
 
 logger = logging.getLogger(__name__)
@@ -363,18 +364,18 @@ def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _checked(model: nn.Module) -> UnitModule:
-    if not isinstance(model, UnitModule):
+    outermost = unwrapped(model)
+    if not isinstance(outermost, UnitModule):
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
-    for unit in model.modules():
-        if isinstance(unit, UnitModule):
-            policy = unit.fsdp_state.policy
-            wrong = {
-                "optimize_backward_concat=False": not policy.optimize_backward_concat,
-                'grad_sync="every"': policy.grad_sync == "every",
-                "cpu_offload": policy.cpu_offload,
-                "tp_group": unit.fsdp_state.grid.tensor.size > 1,
-            }
-            for name, is_set in wrong.items():
-                if is_set:
-                    raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
-    return model
+    for _, unit in units_in(outermost):
+        policy = unit.fsdp_state.policy
+        wrong = {
+            "optimize_backward_concat=False": not policy.optimize_backward_concat,
+            'grad_sync="every"': policy.grad_sync == "every",
+            "cpu_offload": policy.cpu_offload,
+            "tp_group": unit.fsdp_state.grid.tensor.size > 1,
+        }
+        for name, is_set in wrong.items():
+            if is_set:
+                raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
+    return outermost

@@ -10,6 +10,7 @@ from torch import nn
 
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
@@ -31,12 +32,13 @@ def begin_together(model: nn.Module, doing: str) -> tuple[Unit, list[FlatGroup]]
             model is tensor parallel.
         RuntimeError: if a rank does not arrive, or parameters are currently whole.
     """
-    if not isinstance(model, UnitModule):
+    outermost = unwrapped(model)
+    if not isinstance(outermost, UnitModule):
         raise ValueError(
             f"{type(model).__name__} is not sharded as a whole; pass {doing} what flatfsdp.shard or "
             "auto_wrap has returned"
         )
-    state = model.fsdp_state
+    state = outermost.fsdp_state
     for ranks in state.grid.dimensions:
         meet(ranks, doing, state.policy.timeout)
     if any(unit.fsdp_state.is_whole for _, unit in units_in(model)):

@@ -21,7 +21,7 @@ from torch import nn
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart
 from flatfsdp.compat.transformers.fused.layer import FusedLayer, no_mask
 from flatfsdp.contract.mixed import About
-from flatfsdp.flat.module_wrapper import ModuleWrapper
+from flatfsdp.contract.transparent import unwrapped
 
 
 class FusedModel(FusedPart, nn.Module):
@@ -48,17 +48,13 @@ class FusedModel(FusedPart, nn.Module):
             return False
         # Another class of layer would use the stand-in as a real mask.
         layers: Any = self.layers
-        return all(isinstance(_inside(layer), FusedLayer) for layer in layers)
+        return all(isinstance(unwrapped(layer), FusedLayer) for layer in layers)
 
 
 def _length(arguments: Mapping[str, Any]) -> int:
     """The length of the sequences; 0 if there are none, which transformers refuses."""
     inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     return max((each.shape[1] for each in inputs if each is not None), default=0)
-
-
-def _inside(layer: nn.Module) -> nn.Module:
-    return layer.module if isinstance(layer, ModuleWrapper) else layer
 
 
 def _with_known_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
