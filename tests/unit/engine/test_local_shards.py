@@ -1,6 +1,8 @@
-"""`cut`: this rank's part of each parameter as a parameter of its own."""
+"""Local shards: this rank's part of each parameter as a parameter of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.in_place.views import cut
-from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.storage.local_shards import Portion
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shared import Shared, UnitMember
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
@@ -33,13 +35,13 @@ def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShar
     master = MasterShard(layout, unit, GroupState(), torch.float32, trainable=True)
     for slot, parameter in zip(layout.slots, parameters, strict=True):
         master.load(slot, parameter.detach())
+    master.divide(parameters)
     return master
 
 
-def portions_of(rank: int, size: int) -> tuple[MasterShard, list[Portion]]:
-    parameters = originals()
-    master = shard_of(rank, size, parameters)
-    return master, cut(master, parameters)
+def portions_of(rank: int, size: int) -> tuple[MasterShard, Sequence[Portion]]:
+    master = shard_of(rank, size, originals())
+    return master, master.portions
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
@@ -65,7 +67,6 @@ def test_starts_ascend_and_portions_are_disjoint(size: int) -> None:
 def test_a_view_is_the_shard_and_counts_its_writes() -> None:
     """Also an empty one, so that all ranks count alike."""
     master, portions = portions_of(1, 3)
-    master.divide(portions)
     assert {portion.parameter.numel() > 0 for portion in portions} == {True, False}
     for parameter, start, stop in portions:
         version = master.version
@@ -82,7 +83,7 @@ def test_what_users_keep_on_a_parameter_is_on_its_view() -> None:
     parameters[1].decay = 0.5  # type: ignore[attr-defined]
     SEQUENCE_PARALLEL.leave(parameters[1], True)
     MAIN_GRAD.leave(parameters[1], torch.zeros(7, 5))
-    views = [portion.parameter for portion in cut(shard_of(0, 1, parameters), parameters)]
+    views = [portion.parameter for portion in shard_of(0, 1, parameters).portions]
     assert [view.requires_grad for view in views] == [False, True, True, True, True]
     assert views[1].decay == 0.5  # type: ignore[attr-defined]
     assert SEQUENCE_PARALLEL.of(views[1])
