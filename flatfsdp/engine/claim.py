@@ -25,6 +25,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
 from flatfsdp.engine.units import UnitModule, units_in
@@ -41,7 +42,7 @@ def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     """Yields `module` and the modules below it that belong to no inner unit, each with its path."""
     yield path, module
     for name, child in module._modules.items():
-        if child is not None and not isinstance(child, UnitModule):
+        if child is not None and not isinstance(unwrapped(child), UnitModule):
             yield from own_modules(child, f"{path}.{name}".lstrip("."))
 
 
@@ -51,8 +52,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_engine_inside(path, owner)
         refuse_adapter_of_parameter(path, owner)
-        is_around_unit = isinstance(owner, ModuleWrapper) and isinstance(owner.module, UnitModule)
-        if isinstance(owner, ModuleWrapper | UnitModule) and not (path and is_around_unit):
+        if isinstance(owner, ModuleWrapper | UnitModule):
             raise ValueError(
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
                 "already; shard or wrap the plain module"

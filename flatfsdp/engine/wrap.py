@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.options import Options
 from flatfsdp.engine.units import UnitModule
@@ -53,7 +54,7 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for child_name, child in parent._modules.items():
-            if child is None or isinstance(child, UnitModule):
+            if child is None or isinstance(unwrapped(child), UnitModule):
                 continue
             name = f"{prefix}{child_name}"
             if child not in picked:

@@ -8,7 +8,7 @@ Next: `options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -362,6 +362,15 @@ class FullyShardedDataParallel(FlatFSDP):
         self.assert_state(TrainingState.IDLE)
         with self._unit.summon_full_params(recurse, writeback=not volatile):
             yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Calls `fn` on every module, with ordinary parameters there.  Collective.
+
+        Raises:
+            ValueError: unless this instance is idle.
+        """
+        self.assert_state(TrainingState.IDLE)
+        return super().apply(fn)
 
     def reset_parameters(self) -> None:
         """Calls the module's `reset_parameters` on ordinary parameters, gathered for the call if necessary.

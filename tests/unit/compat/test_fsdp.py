@@ -82,7 +82,7 @@ def test_what_only_the_root_can_do() -> None:
 
 def test_parameters_have_their_names_while_summoned() -> None:
     net = model()
-    assert [name for name, _ in net.named_parameters()] == ["flat_param", "module.first.flat_param"]
+    assert [name for name, _ in net.named_parameters()] == ["flat_param", "first.flat_param"]
     with net.summon_full_params():
         names = [name for name, _ in net.named_parameters()]
     assert sorted(names) == ["first.bias", "first.weight", "second.bias", "second.weight"]
