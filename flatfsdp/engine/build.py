@@ -1,19 +1,17 @@
-"""Builds a unit: puts a module's parameters into flat groups, for the wrapper and for in-place sharding.
+"""Builds a unit: puts a module's parameters into flat groups.
 
-In:   a module, in which inner units have taken their parts already; ranks and policy.
+In:   a module, in which inner units have taken their parts already, and options.
 Out:  the unit.
 Next: `in_place/shard.py` gives the module its class.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
@@ -27,6 +25,7 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
 )
 from flatfsdp.engine.guards.watch import guard
+from flatfsdp.engine.options import Options
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
@@ -34,48 +33,40 @@ from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.storage.targets import attach_targets
 from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule
-from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
-from flatfsdp.policy import Policy, Precision, require_flag
+from flatfsdp.flat.meta_device import is_on_meta, materialize
+from flatfsdp.policy import Policy, require_flag
 
 
-def build_unit(
-    module: nn.Module,
-    *,
-    lists_flat: bool = False,
-    mesh: DeviceMesh | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    param_init_fn: ParamInit | None = None,
-    sync_module_states: bool = False,
-    precision: Precision | None = None,
-    **settings: Any,
-) -> DrivenUnit:
+def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False) -> DrivenUnit:
     """Shards the parameters below `module` that no unit has taken.
 
     Args:
         module: module to shard.
+        options: what the user has chosen.
         lists_flat: whether modules list no parameter, for a wrapper that lists flat ones.
-        mesh, tp_group, device, param_init_fn, sync_module_states, precision: as in `Options`.
-        settings: other fields of `Policy`.
 
     Raises:
-        TypeError, ValueError: for the same reasons as `FlatFSDP`.
+        TypeError, ValueError: for the same reasons as `shard`.
     """
+    sync_module_states = options.get("sync_module_states", False)
     require_flag("sync_module_states", sync_module_states)
     # PyTorch's state-dict functions would take shards for whole tensors.  By name: the engine does not depend
     # on what is built on it.
     import_module("flatfsdp.compat.torch_state_dicts.functions").install()
     parameters = parameters_to_take(module)
-    policy = Policy(precision=default_precision(parameters) if precision is None else precision, **settings)
-    grid = Grid.of(mesh, tp_group)
+    chosen: dict[str, Any] = {"precision": None, **options}
+    if chosen["precision"] is None:
+        chosen["precision"] = default_precision(parameters)
+    policy = Policy(**{each.name: chosen[each.name] for each in fields(Policy) if each.name in chosen})
+    grid = Grid.of(options.get("mesh"), options.get("tp_group"))
     for name, parameter in parameters.items():
         check_placement(name, parameter, grid.tensor)
     for path, owner in own_modules(module):
         check_marks(path, owner)
-    place = device_of(device, module, parameters, grid)
+    device = device_of(options.get("device"), module, parameters, grid)
     taken = list(parameters.items())
     if any(is_on_meta(owner) for _, owner in own_modules(module)):
-        materialize(own_modules(module), place, param_init_fn)
+        materialize(own_modules(module), device, options.get("param_init_fn"))
         parameters = parameters_to_take(module)
         taken += parameters.items()
     if sync_module_states:
@@ -85,11 +76,11 @@ def build_unit(
             for name, buffer in owner._buffers.items()
             if buffer is not None
         }
-        take_from_first_rank({**parameters, **buffers}, grid, place)
+        take_from_first_rank({**parameters, **buffers}, grid, device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
-    unit = DrivenUnit(policy, grid, Shared(place), modules, contains_units=contains_units)
-    prepare_buffers(module, place, policy.precision.buffer)
+    unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
+    prepare_buffers(module, device, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     for binding in bindings:

@@ -139,7 +139,7 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     inside = distinct_units(module)
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]
-    state = build_unit(module, lists_flat=lists_flat, **options)
+    state = build_unit(module, options, lists_flat=lists_flat)
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)

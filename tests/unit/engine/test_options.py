@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +14,9 @@ from typing_extensions import Unpack
 
 import flatfsdp
 from flatfsdp import FlatFSDP, Options, auto_wrap, shard
-from flatfsdp.engine.build import build_unit
 from flatfsdp.policy import Policy
 
 HINTS = get_type_hints(Options)
-OF_BUILD = get_type_hints(build_unit)
 WHERE = {"mesh", "tp_group", "device", "param_init_fn", "sync_module_states"}
 """Options that say where a unit is and what it starts from, and are not kept."""
 
@@ -27,14 +24,6 @@ WHERE = {"mesh", "tp_group", "device", "param_init_fn", "sync_module_states"}
 def test_the_options_are_the_policys_fields_and_where_a_unit_is() -> None:
     of_policy = {field.name for field in fields(Policy)}
     assert set(HINTS) == of_policy | WHERE and not of_policy & WHERE
-    assert {*inspect.signature(build_unit).parameters} == {
-        *WHERE,
-        "module",
-        "in_place",
-        "precision",
-        "settings",
-    }
-    assert {name: HINTS[name] for name in WHERE} == {name: OF_BUILD[name] for name in WHERE}
     types = get_type_hints(Policy)
     assert types.pop("precision") in get_args(HINTS["precision"])
     assert {name: HINTS[name] for name in types} == types
