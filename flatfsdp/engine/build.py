@@ -15,6 +15,7 @@ from torch import nn
 
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
+from flatfsdp.engine import transformer_engine
 from flatfsdp.engine.claim import (
     bindings_of,
     default_precision,
@@ -31,7 +32,6 @@ from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.storage.targets import attach_targets
-from flatfsdp.engine.transformer_engine import free_fp8_weights
 from flatfsdp.engine.units import UnitModule
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.policy import Policy, require_flag
@@ -87,8 +87,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
         group = FlatGroup(unit, binding, unit.landed, lists_flat=lists_flat)
         unit.add(group)
         attach_targets(group)
-    for _, owner in own_modules(module):
-        free_fp8_weights(owner, unit)
+    for owner in modules:
+        transformer_engine.adapt(owner, unit)
     mark_taken(bindings, taken)
     guard(module)
     return unit

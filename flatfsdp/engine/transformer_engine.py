@@ -2,8 +2,8 @@
 
 Two of their methods are replaced, in the module itself:
 
-    set_activation_dtype      compares the input's dtype with those of the listed parameters, which in a model
-                              that is sharded in place are this rank's parts, in master precision
+    set_activation_dtype      compares the input's dtype with those of the listed parameters, which are this
+                              rank's local shards, in master precision
     _get_weight_quantizers    makes the FP8 weights of a forward, which are saved for its backward: 2 bytes an
                               element.  A unit that frees its parameters between the two frees these, too,
                               and makes them again
@@ -103,18 +103,12 @@ def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
     return [each for each in tensors if each is not None and each.numel() >= weight.numel()]
 
 
-def free_fp8_weights(module: nn.Module, unit: Unit) -> None:
-    """Has a unit free the FP8 weights that this module of Transformer Engine saves; leaves others alone."""
-    if _is_theirs(module) and hasattr(module, "_get_weight_quantizers"):
+def adapt(module: nn.Module, unit: Unit) -> None:
+    """Lets a module of Transformer Engine compute in a unit, which frees what it makes of weights, too."""
+    if not any(base.__module__.split(".")[0] == LIBRARY for base in type(module).__mro__):
+        return
+    if hasattr(module, "_get_weight_quantizers"):
         vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
-
-
-def let_compute(module: nn.Module) -> None:
-    """Lets a module of Transformer Engine compute in place; leaves all others alone."""
-    if _is_theirs(module) and hasattr(module, "set_activation_dtype"):
+    if hasattr(module, "set_activation_dtype"):
         # A partial, not a closure: a copy of the module gets one with the copy.
         vars(module)["set_activation_dtype"] = partial(_note_dtype, module)
-
-
-def _is_theirs(module: nn.Module) -> bool:
-    return any(base.__module__.split(".")[0] == LIBRARY for base in type(module).__mro__)

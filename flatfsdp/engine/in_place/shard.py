@@ -25,7 +25,6 @@ from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, requi
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
 from flatfsdp.engine.methods import unit_of
 from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.transformer_engine import let_compute
 from flatfsdp.engine.units import UnitModule, distinct_units
 from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 
@@ -143,8 +142,6 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)
-    for _, each in own_modules(module):
-        let_compute(each)
     follow_state_dicts(state)
     for unit in inside:
         if unit.fsdp_state.outer is None:
