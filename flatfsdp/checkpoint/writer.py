@@ -2,8 +2,7 @@
 
 In:   the plans and tensors of `dcp.save` or `dcp.async_save`.
 Out:  each rank's data file, named after the save; its digest travels to the coordinator with the results of
-the
-      write.
+      the write.
 Next: `commit.py` makes a checkpoint of the files.
 """
 

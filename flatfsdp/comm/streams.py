@@ -57,7 +57,10 @@ class _Instead:
 
 
 def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Makes the current stream of `device` wait for `event`; the host goes on.  Another device may be current."""
+    """Makes the current stream of `device` wait for `event`; the host goes on.
+
+    `device` need not be the current one.
+    """
     if event is not None:
         # By index: looking up a device's index takes longer than the rest.
         torch.cuda.current_stream(device.index).wait_event(event)

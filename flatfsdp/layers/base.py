@@ -117,6 +117,8 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             return [WITHOUT_FP8] * len(self.linear_maps)
         # An evaluation has no backward, and looking for checkpoints costs host time.
         is_evaluation = not (self.training or torch.is_grad_enabled())
+        # Before it is known whether FP8 is on: a recomputation finds its use by position, so each forward
+        # counts.
         tape = None if is_evaluation else current_tape()
         use = None if tape is None else tape.next_use(self)
         region = current_region()

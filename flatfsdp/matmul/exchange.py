@@ -105,6 +105,7 @@ class Exchange:
         """
         if self.mode is None:
             return tuple(shape[:-1])
+        # Raises if the ranks are not known yet.
         _ = self.ranks.group
         if not self.splits_rows:
             return tuple(shape[:-1])

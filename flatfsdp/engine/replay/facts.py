@@ -41,12 +41,12 @@ OfGroups = tuple[list[GroupState], list[int], list[list[bool]]]
 
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:
-    """The same list, once all objects in it are on their way to the processor's caches.
+    """Copies the list, which brings its objects into the processor's caches before a loop reads them.
 
-    A model has hundreds of modules and parameters, and between two microbatches other work has pushed them
-    out of the caches.  To copy a list is to count one more reference to each object, in a loop so short that
-    the processor waits for many of them at once.  A loop that calls a function for each waits for one after
-    the other.
+    A model has hundreds of modules and parameters, and other work between two microbatches has pushed them
+    out of the caches.  A copy of a list raises the reference count of each object, in a loop so short that
+    the processor waits for many objects at once.  A loop that calls a function for each object waits for one
+    after the other.
     """
     return objects[:]
 

@@ -108,6 +108,7 @@ class MultiheadAttention(Shared):
         self.qkv_weight_interleaved = is_pack and options.get("qkv_weight_interleaved", True)
         self.rotary_pos_interleaved = options.get("rotary_pos_interleaved", False)
         self.qk_norm_before_rope = options.get("qk_norm_before_rope", False)
+        # First: it divides the heads among the ranks, and the projection is laid out by those of this rank.
         self.core_attention = core = DotProductAttention(
             num_attention_heads,
             kv_channels,
@@ -125,6 +126,7 @@ class MultiheadAttention(Shared):
         self._heads_of = HeadsOf(
             core.num_attention_heads, core.num_gqa_groups, kv_channels, self.qkv_weight_interleaved
         )
+        # Over all ranks: linear layers are given whole sizes, and divide them.
         query_size = num_attention_heads * kv_channels
         key_size = (num_gqa_groups or num_attention_heads) * kv_channels
         sizes = {"query": query_size, "key": key_size, "value": key_size}
@@ -159,6 +161,7 @@ class MultiheadAttention(Shared):
         splits_norms = is_split and self._parallel.ranks.size > 1
         self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
+        # Split by its columns, as the context is split by heads: ranks add up their results.
         back: LinearOptions = {
             **of_maps,
             "return_bias": return_bias,
@@ -249,6 +252,7 @@ class MultiheadAttention(Shared):
         """Query, key and value, normalized and rotated."""
         batch_first = self.core_attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
+            # The whole sequence: with sequence_parallel, the projection has gathered it.
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
         self._check_tables(tables)
         return heads_of_projection(
