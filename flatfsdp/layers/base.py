@@ -33,7 +33,7 @@ from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
-from flatfsdp.layers.options import MatmulOptions, parallel_of
+from flatfsdp.layers.layer_options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped

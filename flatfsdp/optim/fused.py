@@ -29,7 +29,7 @@ from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, pipeline_of
-from flatfsdp.optim.joined import STEP, Due, Joined, Piece, Updated, updated
+from flatfsdp.optim.joined import STEP, Due, DuePiece, Joined, Updated, updated
 from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
@@ -504,7 +504,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def covering(
-    piece: Piece, runs: Sequence[tuple[int, int, Tensor]]
+    piece: DuePiece, runs: Sequence[tuple[int, int, Tensor]]
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """Yields the runs in a piece, and the gaps between them, which cover it once; a run is in one piece."""
     end = piece.start

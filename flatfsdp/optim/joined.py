@@ -38,7 +38,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 """The optimizer's `state`, by parameter."""
 
 
-class Piece(NamedTuple):
+class DuePiece(NamedTuple):
     """Elements [start, stop) of a unit of update that a step treats alike.
 
     Attributes:
@@ -62,7 +62,7 @@ class Due(NamedTuple):
 
     updated: Updated
     grads: Sequence[Tensor]
-    pieces: Sequence[Piece]
+    pieces: Sequence[DuePiece]
 
     @property
     def parameter(self) -> Tensor:
@@ -112,13 +112,13 @@ class Updated:
         check_grad(self.parameter, grad)
         # The gradient of a shard is a `ShardGrad`, which answers for all ranks.
         grad = grad if self.shard is None else grad.as_subclass(Tensor)
-        return Due(self, [grad], [Piece(0, self.parameter.numel(), grad)])
+        return Due(self, [grad], [DuePiece(0, self.parameter.numel(), grad)])
 
     def state(self, states: State) -> dict[str, Any]:
         """The optimizer's state for it, but for counts, to be read and written; empty at first."""
         return states[self.parameter]
 
-    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+    def counts(self, states: State, pieces: Sequence[DuePiece]) -> list[Tensor | None]:
         """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
         state = states[self.parameter]
         if STEP not in state:
@@ -178,7 +178,7 @@ class Joined(Updated):
             grad = joint.flat[self._start : self._stop]
             # Most steps: all views are used, and always were used together.
             if self._views and self._has_one_history and self._views.keys().isdisjoint(joint.idle):
-                return Due(self, [grad], [Piece(0, grad.numel(), grad, next(iter(self._views)))])
+                return Due(self, [grad], [DuePiece(0, grad.numel(), grad, next(iter(self._views)))])
             # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
             return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
         # There is no joint gradient, or somebody has replaced a part of it, or taken one away.  Then each
@@ -192,7 +192,7 @@ class Joined(Updated):
             return None
         return Due(self, list(grads.values()), self._pieces(grads))
 
-    def _pieces(self, grads: Mapping[int, Tensor]) -> list[Piece]:
+    def _pieces(self, grads: Mapping[int, Tensor]) -> list[DuePiece]:
         """Neighbours with one gradient and one history together, each up to where the next one starts.
 
         Args:
@@ -214,25 +214,25 @@ class Joined(Updated):
             # As long as the run: the gradient of all its views together.
             if found_grad is None or found_grad.numel() == self.parameter.numel():
                 part = None if found_grad is None else found_grad[start:stop]
-                pieces.append(Piece(start, stop, part, numbers[0]))
+                pieces.append(DuePiece(start, stop, part, numbers[0]))
             else:
                 # A gradient of its own is as long as its view, without the gap behind.
                 _, start, stop = self._views[numbers[0]]
-                pieces.append(Piece(start, stop, found_grad, numbers[0]))
+                pieces.append(DuePiece(start, stop, found_grad, numbers[0]))
         return pieces
 
     def state(self, states: State) -> dict[str, Any]:
         """The optimizer's state of all views together, but for counts."""
         return self._own
 
-    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+    def counts(self, states: State, pieces: Sequence[DuePiece]) -> list[Tensor | None]:
         """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
         # A single piece with counts has nothing to part: its views share one count, or are all idle.
         if len(pieces) > 1 or not self._steps:
             self._keep_apart(pieces)
         return [None if piece.grad is None else self._steps[piece.view] for piece in pieces]
 
-    def _keep_apart(self, pieces: Sequence[Piece]) -> None:
+    def _keep_apart(self, pieces: Sequence[DuePiece]) -> None:
         """Makes counts where there are none, and lets idle views not count along with others."""
         idle_from = {piece.view: piece.grad is None for piece in pieces}
         idle: list[int] = []

@@ -20,9 +20,7 @@ from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.qk_norm import make_qk_norm
 from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
-from flatfsdp.layers.layernorm_linear import LayerNormLinear
-from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.options import (
+from flatfsdp.layers.layer_options import (
     AttentionOptions,
     LinearOptions,
     MatmulOptions,
@@ -30,6 +28,8 @@ from flatfsdp.layers.options import (
     only,
     parallel_of,
 )
+from flatfsdp.layers.layernorm_linear import LayerNormLinear
+from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments

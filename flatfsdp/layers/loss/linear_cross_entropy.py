@@ -24,10 +24,10 @@ from flatfsdp.contract.operand import Operand
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import CallInput, prepare
+from flatfsdp.layers.layer_options import LinearOptions
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import CrossEntropyNode, Reduction, ReductionKind, ids_of, joined
 from flatfsdp.layers.nodes.linear import LinearNode
-from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import gemms
 from flatfsdp.matmul.linear_map import LinearCall
 from flatfsdp.torch_private import Function, never_traced, once_differentiable, receives_gradient

@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
-from flatfsdp.plan.any_model.places import Place
+from flatfsdp.plan.any_model.places import StepPlace
 
 BLOCK = 512
 """PyTorch's allocator on GPUs hands out multiples of so many bytes."""
@@ -28,7 +28,7 @@ class Allocation(NamedTuple):
 
     key: int
     nbytes: int
-    place: Place
+    place: StepPlace
 
 
 def key_of(tensor: Tensor) -> int:
@@ -83,7 +83,7 @@ class LiveMemory:
         self._watched = {storage._cdata for storage in storages}
         self._look()
 
-    def see(self, tensors: Sequence[Tensor], place: Place) -> None:
+    def see(self, tensors: Sequence[Tensor], place: StepPlace) -> None:
         """Books what these tensors hold and nobody has seen."""
         self._look()
         for tensor in tensors:

@@ -19,7 +19,7 @@ from flatfsdp.contract.any_model import Loss
 from flatfsdp.engine.memory import ALWAYS, GroupSizes
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
-from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, Place
+from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, StepPlace
 from flatfsdp.plan.any_model.ranks import imagined_ranks
 from flatfsdp.plan.any_model.step import Traced, Training, trace
 from flatfsdp.plan.any_model.work import Load, total
@@ -175,7 +175,7 @@ def _passing(traced: Traced) -> tuple[Line, ...]:
     held = traced.at_peak
     named = {name: nbytes for name, nbytes in held.items() if isinstance(name, str)}
     by_phase = {
-        phase: sum(n for place, n in held.items() if isinstance(place, Place) and place.phase == phase)
+        phase: sum(n for place, n in held.items() if isinstance(place, StepPlace) and place.phase == phase)
         for phase in (FORWARD, BACKWARD, OPTIMIZER)
     }
     lines = [
@@ -191,7 +191,7 @@ def _passing(traced: Traced) -> tuple[Line, ...]:
     return tuple(line for line in (*lines, Line("other", missing)) if abs(line.nbytes) >= SHOWN)
 
 
-def _moment(place: Place) -> str:
+def _moment(place: StepPlace) -> str:
     where = f" of {place.unit}" if place.unit else ""
     return "the optimizer's step" if place.phase == OPTIMIZER else f"the {place.phase}{where}"
 
@@ -211,7 +211,7 @@ def _units(traced: Traced, microbatches: int, link: Group, precision: Precision)
                 parameters=parameters,
                 between_steps=_nbytes(groups, "master shard") + _nbytes(groups, "compute shard"),
                 gathered=flat + _nbytes(groups, "transposed weights"),
-                saved=traced.at_peak.get(Place(name, FORWARD), 0),
+                saved=traced.at_peak.get(StepPlace(name, FORWARD), 0),
                 forward=total(traced.loads, [FORWARD], name).seconds / microbatches,
                 backward=total(traced.loads, [BACKWARD], name).seconds / microbatches,
                 gather=link.seconds(share(flat, link.size)),
