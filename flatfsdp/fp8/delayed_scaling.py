@@ -92,7 +92,7 @@ class Arena:
         return [scaling for scaling in alive if scaling is not None and scaling.arena is self]
 
     def add(self, scaling: Scaling) -> None:
-        """Adds a member."""
+        """Lists `scaling` as a member, as long as it lives and keeps its columns here."""
         self._members.append(weakref.ref(scaling))
 
     def observe(self, observers: Iterable[Observer]) -> None:

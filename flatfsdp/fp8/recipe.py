@@ -144,7 +144,6 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling
 
 
 def _check_common(recipe: Recipe) -> None:
-    """Checks the fields that all recipes have."""
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format is {recipe.fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
     if not isinstance(recipe.split_accumulator, SplitAccumulator):

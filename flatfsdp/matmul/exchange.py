@@ -58,7 +58,7 @@ class Exchange:
 
     @cached_property
     def gathers_grad(self) -> bool:
-        """Whether dy is gathered."""
+        """Whether dy is gathered in backward, as each rank has some of its rows."""
         return self.sequence_parallel and self.mode == "row"
 
     @cached_property

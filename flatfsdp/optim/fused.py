@@ -168,7 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def _update(
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
     ) -> None:
-        """Launches the kernel."""
+        """Launches the kernel on runs of one `LaunchKey`."""
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------------------
 

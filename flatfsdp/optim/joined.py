@@ -105,7 +105,7 @@ class Updated:
         return 0
 
     def due(self) -> Due | None:
-        """What a step does to it now; None without a gradient."""
+        """The gradient and the piece that a step updates now; None without a gradient."""
         grad = grad_of(self.parameter)
         if grad is None:
             return None
@@ -172,7 +172,7 @@ class Joined(Updated):
         return self._viewed.number
 
     def due(self) -> Due | None:
-        """What a step does to the views; None if none of them has a gradient."""
+        """The gradients and pieces that a step updates or copies; None if no view has a gradient."""
         joint = self._viewed.joint_grad(self._first, self._last)
         if joint is not None:
             grad = joint.flat[self._start : self._stop]

@@ -75,7 +75,7 @@ class Gathers(NamedTuple):
 
 
 def gathers(job: Job) -> Gathers:
-    """How often units are gathered in a step.
+    """Number of gathers of each unit in a step.
 
     Once; or, if parameters are freed after use, in each forward and backward, except for the root's, which
     stay in between.

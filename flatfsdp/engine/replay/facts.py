@@ -52,7 +52,7 @@ def fetched(objects: Sequence[T]) -> Sequence[T]:
 
 
 class _Collected(NamedTuple):
-    """What holds as long as the engine changes no group, and nobody a master shard.
+    """Facts that stay true until the engine changes a group, or somebody writes to a master shard.
 
     Attributes:
         at: number of changes to groups, and versions of all master shards, when it was collected.
@@ -173,7 +173,7 @@ class Surroundings:
         return list(chain.from_iterable(map(dict.values, fetched(self._of_layers))))
 
     def _collected(self) -> _Collected:
-        """What is known of all groups; the same object as long as it cannot have changed."""
+        """Facts of all groups; the same object as long as they cannot have changed."""
         root, known = self._root, self._known
         # A write to a master shard makes what was cast from it stale, and only its version tells.
         at = root.changes, list(map(_VERSION, self._flats))

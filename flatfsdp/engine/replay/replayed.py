@@ -342,7 +342,7 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
-    """What of an argument selects a recording: structure, shapes and dtypes, and values that are no tensors.
+    """Properties of an argument that select a recording: structure, shapes, dtypes, values without tensors.
 
     Args:
         tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.

@@ -23,7 +23,7 @@ UNKNOWN_SHAPES = (_aten.nonzero, _aten.masked_select, _aten.unique_dim, _aten._u
 
 
 class Conditions:
-    """Answers what is asked of the results of `all` and `any`."""
+    """Knows which tensors are results of `all` and `any`, and the values that a plan takes for them."""
 
     def __init__(self) -> None:
         self._answers: WeakIdKeyDictionary = WeakIdKeyDictionary()

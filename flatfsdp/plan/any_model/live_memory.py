@@ -32,12 +32,12 @@ class Allocation(NamedTuple):
 
 
 def key_of(tensor: Tensor) -> int:
-    """What a tensor's storage is known by, as long as it lives."""
+    """Address of the storage object: tensors in one memory have the same, as long as it lives."""
     return tensor.untyped_storage()._cdata
 
 
 def allocated(nbytes: int) -> int:
-    """What so many bytes take."""
+    """Bytes that the allocator takes for so many, in whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 

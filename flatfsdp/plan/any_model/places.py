@@ -53,7 +53,7 @@ class StepPlaces:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What runs inside belongs to this phase of the root, unless a unit says otherwise."""
+        """Context of a phase of the root; units that run inside have places of their own."""
         before, self.now = self.now, StepPlace("", phase)
         try:
             yield

@@ -33,7 +33,7 @@ from flatfsdp.policy import Precision
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What one unit takes; bytes and seconds of one rank.
+    """Memory and time of one unit; bytes and seconds of one rank.
 
     Attributes:
         name: empty for the root, which has all that is in no other unit.
@@ -106,7 +106,7 @@ def plan_model(
     The engine's own step runs on the meta device, where tensors have shapes and no memory: what it allocates
     is counted as a GPU would, every operator takes its operations or bytes over the rates of the machine, and
     what is sent is what the byte ledger says.  Attention is taken to be a fused kernel.  Conditions on values
-    are those of a plain batch: what is asked of all of a tensor holds, what is asked of any of it does not.
+    are those of a plain batch: `all` is True, and `any` is False.
 
     Args:
         build_model: builds the model, which is not sharded.  It is called with the meta device as the default

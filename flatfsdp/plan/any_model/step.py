@@ -44,7 +44,7 @@ from flatfsdp.torch_private import backward_within_modes
 
 @dataclass(frozen=True)
 class Training:
-    """What one rank does in a step; attributes as the arguments of `plan_model`."""
+    """A rank's step to plan; attributes as the arguments of `plan_model`."""
 
     build_model: Callable[[], nn.Module]
     batches: Sequence[Any]
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was counted.
+    """Memory, work and traffic of one step on the meta device.
 
     Attributes:
         names: of the units, the root's own, which is empty, first.
@@ -208,7 +208,7 @@ class _Run:
 
     @contextmanager
     def _standing_for(self, times: int) -> Iterator[None]:
-        """What is computed and sent inside counts so many times."""
+        """Context in which work and traffic count `times` times, for equal microbatches that are not run."""
         sent = self._model.fsdp_state.shared.ledger.bytes
         before, self._work.times = dict(sent), times
         yield

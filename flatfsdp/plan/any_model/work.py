@@ -48,7 +48,7 @@ WRITES_ON = ("wgrad_", "wgrad_fp8_", "adamw_", "sgd_", "accumulate_", "accumulat
 
 @dataclass
 class Load:
-    """What one place has to do in a step.
+    """Work of one place in a step.
 
     Attributes:
         gemms, attention, memory: seconds of a GPU.
@@ -65,7 +65,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """What a GPU needs for it."""
+        """Seconds that a GPU computes."""
         return self.gemms + self.attention + self.memory
 
 
@@ -134,7 +134,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _bytes(operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Read and written."""
+    """Bytes that a kernel for an operator reads and writes."""
     written = _nbytes(out)
     if operator.overloadpacket in ROWS_OF_A_TABLE:
         return 2 * written + _nbytes(args[1:])
@@ -148,7 +148,7 @@ def _bytes(operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any],
 
 
 def total(loads: Mapping[StepPlace, Load], phases: Collection[str], unit: str | None = None) -> Load:
-    """What some phases of one unit, or of all units, have to do."""
+    """Sum of the work of some phases, of one unit or of all units."""
     whole = Load()
     for place, load in loads.items():
         if place.phase in phases and (unit is None or place.unit == unit):
