@@ -44,7 +44,7 @@ def check_same_on_all_ranks(
     if not dimensions or device.type == "meta":
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    # The largest of all digests, and of all negated ones, tell in one all-reduce whether they are equal.  Any
+    # The largest digest and the largest negated one tell, in one all-reduce, whether all are equal.  Any
     # rank's random number will do; the largest is known to all.
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
     build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions, timeout=timeout))

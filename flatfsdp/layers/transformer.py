@@ -214,6 +214,8 @@ class TransformerLayer(Shared):
         """Computes residual + dropout(out + bias); the bias may be missing, or None."""
         *bias, residual = bias_and_residual
         drops = self.training and self.hidden_dropout > 0
+        # With sequence_parallel ranks have other tokens, and drop other elements.  Otherwise all have the
+        # same tensor, and must drop the same.
         with self._numbers.drawn(drops and self._parallel.sequence_parallel):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training

@@ -81,8 +81,8 @@ class Launches:
         # A copy, as the main thread goes on to launch.
         own = dict(self._under_way)
         rank, following = self._ranks.rank, (self._ranks.rank + 1) % self._ranks.size
-        # Written before the other's are read: of two ranks that look at the same time, the second to write
-        # finds what the first wrote.
+        # For the rank before this one, and for `missing_from`, which takes a rank for absent that has not
+        # written an overdue launch.
         store.set(self._key(rank), json.dumps(own))
         theirs = self._under_way_on(following, store)
         numbers = [0] * self._ranks.size

@@ -188,6 +188,7 @@ class _OfChunks(Function):
         found = joined(torch.cat(parts, 1), ranks)
         ctx.call, ctx.how, ctx.chunk_tokens = call, how, chunk_tokens
         loss, count = how.loss(found.loss, counts)
+        # x before it is gathered: the other ranks' rows are gathered again in backward.
         ctx.save_for_backward(targets, found.max, found.sum.log(), count, x, operand.high)
         return loss
 
@@ -217,6 +218,7 @@ class _OfChunks(Function):
                 gemms.accumulate_wgrad(
                     slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
                 )
+                # Only the first chunk may overwrite what is there.
                 slot = slot._replace(first=False)
             # Freed first: the next chunk's logits reuse the memory.
             del dy
