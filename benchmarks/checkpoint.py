@@ -263,7 +263,7 @@ def main(
         typer.Option(help="Where to write checkpoints.", show_default="a new one where temporary files go"),
     ] = None,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 2,
+    ranks: options.RanksToStart = 2,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

@@ -221,7 +221,7 @@ def main(
     dtype: Annotated[DtypeName, typer.Option(help="Of the tensors.")] = DtypeName.float32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls; the median counts.")] = 10,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 2,
+    ranks: options.RanksToStart = 2,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

@@ -205,7 +205,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs, of other weights and data.")] = 1,
     lr: Annotated[float, typer.Option(help="The highest; it falls linearly to zero.")] = 1e-3,
     warm_up: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     device: options.OnDevice = Device.auto,
     out: options.Out = RESULTS,
     as_json: options.Json = False,

@@ -172,7 +172,7 @@ def main(
     steps: options.Steps = 2,
     rounds: options.Rounds = 3,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 2,
+    ranks: options.RanksToStart = 2,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

@@ -220,7 +220,7 @@ def main(
     ] = False,
     mode: Annotated[Mode, typer.Option(help="Layers eager, each one compiled, or both.")] = Mode.both,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     out: options.Out = RESULTS,
     breakdown: options.Breakdown = False,
     traces: options.Traces = None,

@@ -173,7 +173,7 @@ def main(
     steps: options.Steps = 4,
     warmup: options.Warmup = 2,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 2,
+    ranks: options.RanksToStart = 2,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

@@ -169,7 +169,7 @@ def main(
     steps: options.Steps = 5,
     warmup: options.Warmup = 3,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

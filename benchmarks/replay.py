@@ -98,7 +98,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=16, help="Of a microbatch.")] = 512,
     reshard: options.Reshard = True,
     steps: options.Steps = 10,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

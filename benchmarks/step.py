@@ -179,7 +179,7 @@ def main(
         typer.Option("--own-adamw/--torch-adamw", help="Which AdamW steps FlatFSDP's own layers."),
     ] = True,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     out: options.Out = RESULTS,
     breakdown: options.Breakdown = False,
     traces: options.Traces = None,

@@ -273,7 +273,7 @@ def main(
     rounds: options.Rounds = 1,
     breakdown: options.Breakdown = False,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 2,
+    ranks: options.RanksToStart = 2,
     out: options.Out = RESULTS,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, a list with an item a shape, not tables.")

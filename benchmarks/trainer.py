@@ -134,7 +134,7 @@ def main(
         Path | None, typer.Option(help="Folder for checkpoints: also interrupt and resume each of ours.")
     ] = None,
     device: options.OnDevice = Device.auto,
-    ranks: options.Ranks = 1,
+    ranks: options.RanksToStart = 1,
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:

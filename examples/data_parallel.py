@@ -33,7 +33,7 @@ from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.profiling.environment import environment
 from flatfsdp.profiling.figures import to_json
-from flatfsdp.training import options
+from flatfsdp.training import command_options
 
 GROUPS = 2
 """Number of groups of the hybrid."""
@@ -258,16 +258,16 @@ def show(rows: list[TrainedWay], parameters: int) -> None:
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes to start; torchrun starts its own.")] = 4,
-    steps: options.Steps = 10,
-    layers: options.Layers = 12,
-    hidden: options.Hidden = 64,
-    heads: options.Heads = 4,
-    seq: options.Seq = 64,
-    batch: options.Batch = 4,
-    lr: options.LearningRate = 3e-3,
-    seed: options.Seed = 0,
-    device: options.OnDevice = Device.auto,
-    as_json: options.Json = False,
+    steps: command_options.Steps = 10,
+    layers: command_options.Layers = 12,
+    hidden: command_options.Hidden = 64,
+    heads: command_options.Heads = 4,
+    seq: command_options.Seq = 64,
+    batch: command_options.Batch = 4,
+    lr: command_options.LearningRate = 3e-3,
+    seed: command_options.Seed = 0,
+    device: command_options.OnDevice = Device.auto,
+    as_json: command_options.Json = False,
 ) -> None:
     """Trains one small GPT by data parallel, ZeRO-2, ZeRO-3 and hybrid sharding, and compares them.
 

@@ -21,7 +21,7 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
-from flatfsdp.training import options
+from flatfsdp.training import command_options
 
 
 def main(
@@ -29,11 +29,11 @@ def main(
     devices: Annotated[str, typer.Option(help="How many; Fabric starts a process for each.")] = "auto",
     fp8: Annotated[bool, typer.Option(help="FP8 GEMMs and weights; else bf16.")] = True,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile what is between products.")] = False,
-    steps: options.Steps = 20,
-    layers: options.Layers = 2,
-    hidden: options.Hidden = 64,
-    heads: options.Heads = 4,
-    lr: options.LearningRate = 3e-3,
+    steps: command_options.Steps = 20,
+    layers: command_options.Layers = 2,
+    hidden: command_options.Hidden = 64,
+    heads: command_options.Heads = 4,
+    lr: command_options.LearningRate = 3e-3,
     accumulation: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("out/fabric"),
 ) -> None:

@@ -39,7 +39,7 @@ from flatfsdp.parallel import make_mesh
 from flatfsdp.profiling.figures import to_json
 from flatfsdp.profiling.timeline import redraw, save_spans
 from flatfsdp.profiling.trace import cpu_spans_of, spans_in
-from flatfsdp.training import options
+from flatfsdp.training import command_options
 from flatfsdp.training.choices import PrecisionName
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
@@ -147,24 +147,24 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
 
 @app.command()
 def main(
-    preset: options.OfModel = "tiny",
-    config: options.Config = None,
+    preset: command_options.OfModel = "tiny",
+    config: command_options.Config = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    batch: options.ReplicaBatch = 2,
-    microbatches: options.Microbatches = 4,
-    tp: options.TP = 1,
-    sequence_parallel: options.SequenceParallel = False,
+    batch: command_options.ReplicaBatch = 2,
+    microbatches: command_options.Microbatches = 4,
+    tp: command_options.TP = 1,
+    sequence_parallel: command_options.SequenceParallel = False,
     tp_overlap: Annotated[bool, typer.Option(help="What they send overlaps with its product.")] = False,
-    pp: options.PP = 1,
-    schedule: options.OfPipeline = "1f1b",
-    stages_per_rank: options.StagesPerRank = 2,
-    dp_shard: options.DPShard = -1,
-    dp_replicate: options.DPReplicate = 1,
-    zero: options.Zero = 3,
-    precision: options.OfProducts = PrecisionName.bf16,
-    fp8_weights: options.FP8Weights = False,
-    replay: options.Replay = False,
+    pp: command_options.PP = 1,
+    schedule: command_options.OfPipeline = "1f1b",
+    stages_per_rank: command_options.StagesPerRank = 2,
+    dp_shard: command_options.DPShard = -1,
+    dp_replicate: command_options.DPReplicate = 1,
+    zero: command_options.Zero = 3,
+    precision: command_options.OfProducts = PrecisionName.bf16,
+    fp8_weights: command_options.KeepFP8Weights = False,
+    replay: command_options.Replay = False,
     optimize_backward_concat: Annotated[bool, typer.Option(help="The flag.")] = True,
     lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,

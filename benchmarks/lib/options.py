@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flatfsdp.comm.launch import Device
-from flatfsdp.training.options import (
+from flatfsdp.training.command_options import (
     Batch,
     Heads,
     Hidden,
@@ -34,7 +34,7 @@ __all__ = [
     "OnDevice",
     "OneDevice",
     "Out",
-    "Ranks",
+    "RanksToStart",
     "Reshard",
     "Rounds",
     "Seq",
@@ -60,7 +60,7 @@ Traces = Annotated[
 Breakdown = Annotated[
     bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
 ]
-Ranks = Annotated[int, typer.Option(min=1, help="Processes to start; torchrun starts its own.")]
+RanksToStart = Annotated[int, typer.Option(min=1, help="Processes to start; torchrun starts its own.")]
 OneDevice = Annotated[Device, typer.Option("--device", help="A CPU only shows that it runs, at small sizes.")]
 Out = Annotated[
     Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")

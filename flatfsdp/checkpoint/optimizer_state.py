@@ -2,8 +2,7 @@
 
 In:   an optimizer over the portions of a model's master shards.
 Out:  `described`: for each parameter, its group and its states; `state_shard`: one state of one flat group,
-as
-      long as the master shard; `loadable_state`: the reverse.
+      as long as the master shard; `loadable_state`: the reverse.
 Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 

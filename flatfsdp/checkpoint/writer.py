@@ -2,8 +2,7 @@
 
 In:   the plans and tensors of `dcp.save` or `dcp.async_save`.
 Out:  each rank's data file, named after the save; its digest travels to the coordinator with the results of
-the
-      write.
+      the write.
 Next: `commit.py` makes a checkpoint of the files.
 """
 
@@ -202,7 +201,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
-    """What `torch.save` writes of a value that is no tensor of the model.
+    """The bytes that `torch.save` writes for a value that is no tensor of the model.
 
     Args:
         what: the value is, for messages.
@@ -231,7 +230,7 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a dict or list holds, by key or index; nothing for other values."""
+    """Items of a dict or list, by key or index; nothing for other values."""
     if isinstance(value, dict):
         return value.items()
     return enumerate(value) if isinstance(value, list | tuple) else ()

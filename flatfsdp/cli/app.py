@@ -23,7 +23,7 @@ from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.comm.paths import local_path
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity import Parity, Switch
-from flatfsdp.training import options
+from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
 from flatfsdp.training.gpt import check_sizes
 from flatfsdp.training.settings import Configuration, Settings
@@ -74,18 +74,18 @@ def verify(
             help="Weight gradients of our own layers where the flag is switched; repeat for several.",
         ),
     ],
-    ranks: options.Ranks = None,
-    microbatches: options.Microbatches = 4,
-    steps: options.Steps = 20,
-    layers: options.Layers = 4,
-    hidden: options.Hidden = 128,
-    heads: options.Heads = 4,
-    seq: options.Seq = 128,
-    batch: options.Batch = 4,
-    lr: options.LearningRate = 3e-3,
-    seed: options.Seed = 0,
-    data: options.Data = None,
-    device: options.OnDevice = Device.auto,
+    ranks: command_options.NumRanks = None,
+    microbatches: command_options.Microbatches = 4,
+    steps: command_options.Steps = 20,
+    layers: command_options.Layers = 4,
+    hidden: command_options.Hidden = 128,
+    heads: command_options.Heads = 4,
+    seq: command_options.Seq = 128,
+    batch: command_options.Batch = 4,
+    lr: command_options.LearningRate = 3e-3,
+    seed: command_options.Seed = 0,
+    data: command_options.Data = None,
+    device: command_options.OnDevice = Device.auto,
     self_test: Annotated[
         bool,
         typer.Option("--self-test", help="Damage one bit of one gradient; verify must notice and exit 1."),
@@ -109,7 +109,7 @@ def verify(
         str | None, typer.Option(help="With --model: a function of rank and world size that yields batches.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
-    json: options.Json = False,
+    json: command_options.Json = False,
 ) -> None:
     """Prove that a switch changes no bit: train with it off and on, and compare.
 
@@ -210,20 +210,20 @@ def train(
     optimize_backward_concat: Annotated[
         bool, typer.Option(help="Gradients land in the flat buffer; off: autograd concatenates them.")
     ] = True,
-    ranks: options.Ranks = None,
-    microbatches: options.Microbatches = 4,
-    steps: options.Steps = 100,
-    layers: options.Layers = 4,
-    hidden: options.Hidden = 128,
-    heads: options.Heads = 4,
-    seq: options.Seq = 128,
-    batch: options.Batch = 4,
-    lr: options.LearningRate = 3e-3,
-    seed: options.Seed = 0,
-    data: options.Data = None,
-    device: options.OnDevice = Device.auto,
+    ranks: command_options.NumRanks = None,
+    microbatches: command_options.Microbatches = 4,
+    steps: command_options.Steps = 100,
+    layers: command_options.Layers = 4,
+    hidden: command_options.Hidden = 128,
+    heads: command_options.Heads = 4,
+    seq: command_options.Seq = 128,
+    batch: command_options.Batch = 4,
+    lr: command_options.LearningRate = 3e-3,
+    seed: command_options.Seed = 0,
+    data: command_options.Data = None,
+    device: command_options.OnDevice = Device.auto,
     out: Annotated[Path, typer.Option(help="Folder for train.json and losses.png.")] = Path("out/train"),
-    json: options.Json = False,
+    json: command_options.Json = False,
 ) -> None:
     """Train a small GPT on real text, sharded over the ranks.
 

@@ -14,18 +14,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from flatfsdp.cli.console import given, results_console, usage_errors
-from flatfsdp.cli.plan_model import ModelJob, ModelPlanReport, kind_of
+from flatfsdp.cli.plan_model import ModelPlanJob, ModelPlanReport, kind_of
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
 from flatfsdp.models import PRESETS, LlamaConfig
 from flatfsdp.plan import Job, Machine, Parallelism, search
-from flatfsdp.training import options
+from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName
 
 
 def plan(
     context: typer.Context,
-    preset: options.OfModel = "8b",
-    config: options.Config = None,
+    preset: command_options.OfModel = "8b",
+    config: command_options.Config = None,
     layers: Annotated[
         int | None, typer.Option(help="Layers; this and the sizes below replace the preset's.")
     ] = None,
@@ -36,18 +36,18 @@ def plan(
     vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 8,
-    batch: options.ReplicaBatch = 1,
-    microbatches: options.Microbatches = 1,
-    tp: options.TP = 1,
-    sequence_parallel: options.SequenceParallel = False,
-    pp: options.PP = 1,
-    schedule: options.OfPipeline = "1f1b",
-    stages_per_rank: options.StagesPerRank = 2,
-    dp_shard: options.DPShard = -1,
-    dp_replicate: options.DPReplicate = 1,
-    zero: options.Zero = 3,
-    precision: options.OfProducts = PrecisionName.bf16,
-    fp8_weights: options.FP8Weights = False,
+    batch: command_options.ReplicaBatch = 1,
+    microbatches: command_options.Microbatches = 1,
+    tp: command_options.TP = 1,
+    sequence_parallel: command_options.SequenceParallel = False,
+    pp: command_options.PP = 1,
+    schedule: command_options.OfPipeline = "1f1b",
+    stages_per_rank: command_options.StagesPerRank = 2,
+    dp_shard: command_options.DPShard = -1,
+    dp_replicate: command_options.DPReplicate = 1,
+    zero: command_options.Zero = 3,
+    precision: command_options.OfProducts = PrecisionName.bf16,
+    fp8_weights: command_options.KeepFP8Weights = False,
     fusion: Annotated[Fusion, typer.Option(help="Fusion of weight gradients into FP32.")] = Fusion.fused,
     search_layouts: Annotated[
         bool,
@@ -89,7 +89,7 @@ def plan(
     network_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s that a GPU sends to other hosts; default: 40.")
     ] = None,
-    as_json: options.Json = False,
+    as_json: command_options.Json = False,
 ) -> None:
     """Plan a run: whether a model fits, what each rank sends, how long a step takes.
 
@@ -126,7 +126,7 @@ def plan(
             hosts = replace(hosts, gpus_per_host=gpus_per_host)
         kind = kind_of(given(context))
         if kind is not None:
-            brought = ModelJob(gpus, microbatches, zero, precision, fp8_weights, hosts)
+            brought = ModelPlanJob(gpus, microbatches, zero, precision, fp8_weights, hosts)
             conclude(
                 brought.own(str(model), str(batches))
                 if hugging_face is None

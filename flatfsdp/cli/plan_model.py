@@ -60,7 +60,7 @@ def _option(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class ModelJob:
+class ModelPlanJob:
     """Job to plan; attributes are named after the options of `plan`."""
 
     gpus: int
@@ -123,7 +123,7 @@ class ModelPlanReport:
     """
 
     about: str
-    job: ModelJob
+    job: ModelPlanJob
     plan: ModelPlan
 
     @property

@@ -44,14 +44,19 @@ def check_same_on_all_ranks(
     if not dimensions or device.type == "meta":
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    # The largest digest and the largest negated one tell, in one all-reduce, whether all are equal.  Any
+    # rank's random number will do; the largest is known to all.
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
     build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions, timeout=timeout))
+    # Each dimension after the other, so that a number reaches the whole grid: first along a line, then from
+    # every rank of the line.
     for ranks in dimensions:
         with launch(ranks, build, device):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
     largest, negated_smallest, agreed = extremes.tolist()
     if largest == -negated_smallest:
         return agreed
+    # Only now: the lines of a large model take long to exchange, and are needed for a message alone.
     everyone = {dist.get_rank(): list(lines)}
     for ranks in dimensions:
         for theirs in all_gather_object(everyone, ranks, device):

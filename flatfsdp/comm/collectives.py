@@ -73,6 +73,7 @@ def start_all_gather(part: Tensor, ranks: Ranks) -> Pending:
 def start_reduce_scatter(addend: Tensor, ranks: Ranks) -> Pending:
     """Starts reducing contiguous `addend`s to this rank's part, along dim 0, of the sum over ranks."""
     part = addend.new_empty(addend.shape[0] // ranks.size, *addend.shape[1:])
+    # Ranks have parts of one shape, so all of them leave it out.
     if part.numel() == 0:
         return Pending(part, None)
     return Pending(part, _reduce_scatter(part, addend, group=ranks.group, async_op=True))

@@ -54,9 +54,11 @@ class Grid:
         if len(several) < 2:
             return several[0].group if several else None
         members = [dist.get_rank()]
+        # After each dimension a rank knows those that the dimension adds: a line, then a plane, then all.
         for ranks in several:
             members = [each for theirs in all_gather_object(members, ranks, device) for each in theirs]
         backend = dist.get_backend(several[0].group)
+        # Only these ranks take part: others may have no part of this model.
         return dist.new_group(sorted(members), backend=backend, use_local_synchronization=True)
 
     @property

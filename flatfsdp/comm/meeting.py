@@ -56,6 +56,7 @@ def meet(ranks: Ranks, doing: str, timeout: float) -> None:
     if decided == _MET:
         return
     if decided == give_up:
+        # By one rank, the one that gave up: the next meeting then has a name that is new to all.
         store.add(given_up, 1)
     if not missing:
         raise RuntimeError(f"this rank called {doing} when another one had given up waiting for it")

@@ -146,6 +146,8 @@ def make_mesh(
     ranks = device_mesh.mesh
     return ParallelMesh(
         device_mesh,
+        # One row for each pair of a stage and a tensor-parallel rank, with the ranks that differ in
+        # dp_replicate and dp_shard alone.
         dp_group=_own_of(ranks.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()),
         stage_group=_own_of(ranks.flatten(1).tolist()),
     )
@@ -154,8 +156,10 @@ def make_mesh(
 def _own_of(groups: list[list[int]]) -> dist.ProcessGroup:
     """Makes process groups of disjoint lists of all ranks; returns this rank's."""
     if len(groups) == 1:
+        # All ranks have a group already; NCCL would take memory for another.
         assert dist.group.WORLD is not None
         return dist.group.WORLD
+    # Every rank makes every group, in the same order, also those that it is not in.
     own, _ = dist.new_subgroups_by_enumeration(groups)
     assert own is not None
     return own

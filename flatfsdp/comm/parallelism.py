@@ -41,6 +41,7 @@ class Parallelism:
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
         if self.tp == 1:
+            # With one rank it has no effect, so the value equals one that never asked for it.
             object.__setattr__(self, "sequence_parallel", False)
 
     @staticmethod

@@ -58,6 +58,8 @@ def path_of_all_ranks(
     Raises:
         ValueError: on every rank, if ranks pass different paths, or one of them passes a URL.
     """
+    # An error is told like a path.  Raised here, it would leave the other ranks waiting in the exchange
+    # below.
     told: tuple[str, Exception | None]
     try:
         told = os.path.normpath(local_path(path)), None
@@ -68,6 +70,7 @@ def path_of_all_ranks(
         for theirs in all_gather_object(said, ranks, device):
             said.update(theirs)
     (first, (expected, _)), *_ = sorted(said.items())
+    # In the order of ranks, so that all raise the same error.
     for rank, (found, refusal) in sorted(said.items()):
         if refusal is not None:
             raise refusal

@@ -78,6 +78,7 @@ class Ranks:
         """
         everyone = default_group()
         assert everyone is not None
+        # By default group: if a program ends it and makes a new one, the numbers mean other ranks.
         known = _by_numbers.setdefault(everyone, {})
         if global_ranks not in known:
             known[global_ranks] = new_group(global_ranks, "by numbers", timeout=timeout_of(everyone))
@@ -205,6 +206,7 @@ class LateRanks(Ranks):
     """
 
     def __init__(self, layer: str, size: int) -> None:
+        # Through `vars`, as the class is frozen; only `find` changes it.
         vars(self).update(size=size, _layer=layer, _found=None)
 
     @property

@@ -91,10 +91,14 @@ class RNGTracker:
             yield
             return
         cpu, cuda = torch.default_generator, _cuda_generator(initialize=False)
+        # This draw is both the common part of the seed and the step by which the generator advances, on all
+        # ranks alike.  The state to go back to is the one after it.
         common = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         cpu_state = cpu.get_state()
         cpu.manual_seed(_hash(common, self._ranks.rank))
         if cuda is not None:
+            # Nothing is drawn on the GPU, which the host would wait for: seed and offset, known to the host,
+            # take the place of a draw.
             cuda_seed, cuda_offset = cuda.initial_seed(), cuda.get_offset()
             cuda.manual_seed(_hash(cuda_seed, cuda_offset, self._ranks.rank))
         try:

@@ -17,6 +17,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # -1 is high priority: the compute stream is going to wait for this work.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def after_compute(self) -> AbstractContextManager[Any]:
@@ -26,6 +27,7 @@ class SideStream:
         index = self._stream.device.index
         compute = torch.cuda.current_stream(index)
         self._stream.wait_stream(compute)
+        # `torch.cuda.stream` switches the device, too, and back.
         if torch.cuda.current_device() != index:
             return torch.cuda.stream(self._stream)
         return _Instead(self._stream, compute)
@@ -55,7 +57,10 @@ class _Instead:
 
 
 def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Makes the device's current stream, not the host, wait; the current device may be another one."""
+    """Makes the current stream of `device` wait for `event`; the host goes on.
+
+    `device` need not be the current one.
+    """
     if event is not None:
         # By index: looking up a device's index takes longer than the rest.
         torch.cuda.current_stream(device.index).wait_event(event)

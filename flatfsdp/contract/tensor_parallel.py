@@ -203,6 +203,7 @@ def _declare(
 ) -> None:
     is_said = ranks is not None and ranks.size > 1 and are_known(ranks)
     shared_by = tuple(ranks.global_ranks) if ranks is not None and is_said else ()
+    # Set also where it is False: `check_marks` refuses parameters of shared layers that say nothing.
     TENSOR_MODEL_PARALLEL.leave(parameter, is_split)
     PARTITION_DIM.leave(parameter, dim)
     PARTITION_SIZES.leave(parameter, sizes)

@@ -196,6 +196,8 @@ class FlatLayout:
 
     def gaps(self, num_shards: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the padded buffer outside all slots, in address order."""
+        # Ends and starts in turn: where a slot ends, the gap before the next one begins; the last gap is the
+        # tail.
         edges = [0]
         for slot in self.slots:
             edges += [slot.offset, slot.end]

@@ -49,11 +49,13 @@ def materialize(
         return
     modules = list(modules)
     on_meta = [(path, owner) for path, owner in modules if is_on_meta(owner)]
+    # Before anything is allocated, which a refusal would have to free again.
     if init is None:
         for path, module in modules:
             _check_initialises_itself(path, module)
     is_for_all = getattr(init, "after_children", False)
     replaced = [(owner, name, t) for _, owner in on_meta for name, t in _own_tensors(owner) if t.is_meta]
+    # By tensor, so that tied parameters stay tied.
     made = {tensor: _empty_like(tensor, device) for _, _, tensor in replaced}
     for owner, name, tensor in replaced:
         assign(Site(owner, name, name), made[tensor])

@@ -62,12 +62,15 @@ def autocast(
     outer = current_region()
     region = Region(recipe, enabled, calibrating and not enabled, sharing_scales(amax_reduction_group), outer)
     stage = current_stage()
+    # At its end the region would wait for ranks of other stages, which wait for results of this one.
     if stage is not None:
         stage.confine(region)
     try:
         with entered(region):
             yield
     except BaseException:
+        # Only if the error leaves the outermost region: a caller that catches it inside goes on with what was
+        # recorded.
         if outer is None:
             region.forget()
         raise

@@ -82,9 +82,12 @@ def delayed_casts(
         records: whether this forward records amaxes.
         use: inside a checkpoint: the use of the layer that this call is.
     """
+    # A kernel raises an amax that it is given, so an evaluation, or a recomputation, gives none.
     amaxes = forward.amaxes if records else (None,) * len(forward.amaxes)
     quantizers: list[Quantizer]
     if region.enabled:
+        # A recomputation casts with the scales of the first run: other FP8 numbers would give other
+        # activations than those that the loss is of.
         scales = forward.scales() if use is None else use.scales_of(forward)
         quantizers = _quantizers(recipe, recipe.fp8_format.forward, scales, amaxes)
     else:
@@ -94,6 +97,7 @@ def delayed_casts(
         Casts(
             quantizers[2 * i],
             quantizers[2 * i + 1],
+            # Made in the backward: a gradient is cast with the scales that the last backward has left.
             partial(_grad_quantizer, region, recipe, backward, i),
             recipe.split_accumulator,
             used,
@@ -121,6 +125,7 @@ def _grad_quantizer(region: Region, recipe: DelayedScaling, backward: Scaling, i
     """The quantizer of one gradient, in the backward that casts it."""
     if not region.enabled:
         return Unquantized()
+    # Of the forward's region, which may be over: its group and its recipe hold for its backward.
     region.use_in_backward(backward)
     scales = backward.scales()[index : index + 1]
     return _quantizers(recipe, recipe.fp8_format.backward, scales, backward.amaxes[index : index + 1])[0]

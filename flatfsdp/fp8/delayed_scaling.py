@@ -65,12 +65,16 @@ class Arena:
 
     def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
         n, fp32 = len(fp8_max), torch.float32
+        # A layer may run for the first time in inference mode.  Tensors made there could not be written by a
+        # training step later.
         with torch.inference_mode(False):
             self.scale = torch.ones(n, dtype=fp32, device=device)
             self.history = torch.zeros(length, n, dtype=fp32, device=device)
             self.fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
         self._scales: tuple[Scales, ...] = ()
         self._version = -1
+        # Weak references: the group must be able to end (see `Ranks`), and members may be layers of several
+        # models, which would keep each other alive.
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
         self._members: list[weakref.ref[Scaling]] = []
         self.observers: dict[Observer, None] = {}
@@ -84,10 +88,11 @@ class Arena:
     def members(self) -> list[Scaling]:
         """The `Scaling`s whose columns it holds."""
         alive = (member() for member in self._members)
+        # Members that have moved to a merged arena are still on the list.
         return [scaling for scaling in alive if scaling is not None and scaling.arena is self]
 
     def add(self, scaling: Scaling) -> None:
-        """Adds a member."""
+        """Lists `scaling` as a member, as long as it lives and keeps its columns here."""
         self._members.append(weakref.ref(scaling))
 
     def observe(self, observers: Iterable[Observer]) -> None:
@@ -100,6 +105,8 @@ class Arena:
         # Loading a checkpoint writes to `scale` and changes its version.
         if self._version != self.scale._version:
             with torch.inference_mode(False):
+                # A copy, because tensors that are saved for a backward keep the scale of their cast, whatever
+                # is loaded before it.
                 self._scales = one_by_one(align_inverses(Scales(self.scale.clone(), self.scale.reciprocal())))
             self._version = self.scale._version
         return self._scales
@@ -128,6 +135,8 @@ class Arena:
                 "a CUDA graph is captured in which DelayedScaling moves its scales on, but replays would all "
                 "cast with the scales of the capture; use CurrentScaling"
             )
+        # Ranks first, so that all of them make the same scales.  Then observers, which read row 0 before the
+        # history rolls.
         if group is not None:
             ranks, amaxes = Ranks.of(group), self.history[0]
             with launch_on_host(ranks, Identity.counting(Action.AMAX, amaxes.numel()), amaxes.device):
@@ -142,6 +151,8 @@ class Arena:
         """Recomputes scales for another format or margin from the history, which does not roll."""
         remembered = self.history[1:]
         if len(remembered):
+            # A history of one row, and a copy: `update_scales` rolls what it is given, and takes row 0 for an
+            # amax that is new.
             is_latest = recipe.amax_compute_algo == "most_recent"
             amax = remembered[-1:].clone() if is_latest else remembered.amax(0, keepdim=True)
             self._advance(amax, recipe)
@@ -157,6 +168,7 @@ class Arena:
         )
         self._scales = one_by_one(align_inverses(scales))
         self.scale.copy_(scales.scale)
+        # This write is no load: casts have the scales of this generation already.
         self._version = self.scale._version
 
 
@@ -222,6 +234,7 @@ class Scaling:
         """Whether they were updated, here or in the run that saved them."""
         if self.known is None:
             scale, history = self._views
+            # Waits for the device, once after a load.
             self.known = bool(history.any() or scale.ne(1).any())
         return self.known
 
@@ -259,6 +272,8 @@ class Scaling:
                 kept = min(history.shape[0], arena.history.shape[0]) - 1
                 if kept:
                     arena.history[-kept:].copy_(history[-kept:])
+            # Whether a checkpoint has scales, or was saved before the first update, only its values tell;
+            # they are read when a cast needs to know.
             self.reread()
         self.move_to(arena, 0)
 
@@ -270,6 +285,8 @@ class Scaling:
         self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
         self._row0 = arena.history[0].narrow(0, start, n)
         self.amaxes = self._row0.split(1)
+        # The buffers are views of the arena, so one launch updates those of all layers, and state dicts find
+        # them under each layer's name.
         for key, view in zip(self._keys, self._views, strict=True):
             self.owner.register_buffer(key, view)
 
@@ -297,6 +314,8 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
     # One look-up per arena, whose members share a recipe: hashing a recipe is slow.
     for arena, scaling in {scaling.arena: scaling for scaling in used}.items():
         by_kind.setdefault((scaling.recipe, scaling.device), []).append(arena)
+    # In the order in which layers ran, which is the same on all ranks of the group: each kind is one
+    # all-reduce.
     for (recipe, device), arenas in by_kind.items():
         arena = arenas[0] if len(arenas) == 1 else _merged(arenas, recipe, device)
         if group is not None and recipe.reduce_amax:

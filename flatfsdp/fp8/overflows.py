@@ -87,6 +87,7 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
     layers: dict[Countable, str] = {}
     for prefix, module in prefixed_modules(model):
         if isinstance(module, Countable):
+            # A layer under several names has the first one.
             layers.setdefault(module, prefix.removesuffix("."))
     overflows = Overflows(layers)
     for layer in layers:
@@ -100,6 +101,7 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
             layer.overflow_counters = tuple(c for c in layer.overflow_counters if c is not overflows)
             for scaling in layer._scalings.values():
                 scaling.arena.observers.pop(overflows, None)
+        # Arenas that were merged or replaced meanwhile are no longer those of the layers.
         overflows.leave_arenas()
 
 
@@ -267,6 +269,7 @@ def _count(layer: Countable, tensor: str, x: Tensor) -> None:
             "a CUDA graph is captured inside count_overflows, and its replays would count on after the end; "
             "capture it outside, where replays are not counted"
         )
+    # Taken once, however many counts are active.
     amax = max_abs(x)
     for counter in layer.overflow_counters:
         counter.before_cast(layer, tensor, amax)

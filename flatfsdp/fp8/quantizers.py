@@ -63,7 +63,7 @@ class Quantizer(Protocol):
         """
 
     def silent(self) -> Quantizer:
-        """The same quantizer, without recording amaxes."""
+        """The quantizer for a recomputation: the first run has recorded the amaxes."""
 
     def for_rows(self, ranks: Ranks) -> Quantizer:
         """The quantizer for this rank's rows of a matrix shared by rows, before the all-gather."""
@@ -100,7 +100,7 @@ class Unquantized:
         return Quantized(Operand(high=x), None if column_sum is None else sum_columns(x, column_sum))
 
     def silent(self) -> Unquantized:
-        """The same without recording."""
+        """One without `amax`."""
         return Unquantized()
 
     def for_rows(self, ranks: Ranks) -> Unquantized:
@@ -152,12 +152,11 @@ class Delayed:
         return Quantized(self.operand(result.rowwise, result.columnwise), result.column_sum)
 
     def silent(self) -> Delayed:
-        """The same without recording amaxes."""
+        """The same scales for a recomputation, whose casts leave no amax in the history."""
         return Delayed(self.dtype, self.scale, self.scale_inv, None)
 
     def for_rows(self, ranks: Ranks) -> Delayed:
-        """Unchanged: ranks that share a layer share its scales."""
-        # Ranks that share a layer share its scales.
+        """Returns itself: ranks that share a layer have one scale, so rows are cast as in the whole."""
         return self
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
@@ -199,8 +198,10 @@ class Current:
     ) -> Quantized:
         """Finds the amax, over all `ranks`, and casts with its scale."""
         amax = max_abs(x)
+        # The rank's own amax enters the history; its update takes the largest of all ranks that share scales.
         if self.amax is not None:
             torch.maximum(self.amax, amax, out=self.amax)
+        # Before the scale: rows of one matrix are gathered as bytes, which only one scale can widen.
         if self.ranks is not None:
             with launch_on_host(self.ranks, Identity.counting(Action.AMAX, amax.numel()), amax.device):
                 raise_to_largest(amax, self.ranks)
@@ -215,7 +216,7 @@ class Current:
         )
 
     def silent(self) -> Current:
-        """The same without recording amaxes."""
+        """The same for a recomputation, whose casts leave no amax in the history."""
         return self if self.amax is None else replace(self, amax=None)
 
     def for_rows(self, ranks: Ranks) -> Current:

@@ -19,6 +19,7 @@ class Format(Enum):
     """FP8 formats of forward tensors (activations, weights) and of gradients."""
 
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    # Gradients span more magnitudes than activations, and need the exponent bit more than the mantissa's.
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def __init__(self, forward: torch.dtype, backward: torch.dtype) -> None:
@@ -143,7 +144,6 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling
 
 
 def _check_common(recipe: Recipe) -> None:
-    """Checks the fields that all recipes have."""
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format is {recipe.fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
     if not isinstance(recipe.split_accumulator, SplitAccumulator):

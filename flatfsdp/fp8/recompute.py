@@ -73,6 +73,8 @@ class Tape:
         self._recorded = recorded
         self._position: dict[nn.Module, int] = {}
         self.uses: dict[nn.Module, list[Use]] = {}
+        # A checkpoint inside a recomputed one has a first run of its own there, which repeats the outer
+        # one's.
         self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
 
     def repeats(self, tracker: Tracker) -> bool:
@@ -90,6 +92,8 @@ class Tape:
             RuntimeError: if the repeated run used the layer fewer times.
         """
         if self._recorded is None:
+            # The same `Use` on both tapes, because either checkpoint may be the one that runs again; inside a
+            # recomputation it is the one of the very first run.
             use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
             if use is not None:
                 self.uses.setdefault(layer, []).append(use)
@@ -113,6 +117,7 @@ _tape: ContextVar[Tape | None] = ContextVar("flatfsdp_tape", default=None)
 def current_tape() -> Tape | None:
     """The tape of the innermost running checkpoint, ours or PyTorch's."""
     ours = _tape.get()
+    # Most forwards run in no checkpoint, and a walk over the stack takes long.
     if ours is None and not may_run_in_checkpoint():
         return None
     runs: list[CheckpointRun] = []
@@ -122,6 +127,7 @@ def current_tape() -> Tape | None:
             outer = ours
             break
         runs.append(run)
+    # The stack has the innermost run first; a tape needs its outer one.
     for run in reversed(runs):
         outer = _tape_of(run, outer)
     return outer
@@ -129,6 +135,7 @@ def current_tape() -> Tape | None:
 
 def _tape_of(run: CheckpointRun, outer: Tape | None) -> Tape:
     """The tape of one of PyTorch's checkpoints, which holds it."""
+    # In what the checkpoint itself keeps for its backward, so that the tape lives exactly as long.
     kept = vars(run.owner)
     if run.recomputation is None:
         first: Tape | None = kept.get(_FIRST)
@@ -136,6 +143,7 @@ def _tape_of(run: CheckpointRun, outer: Tape | None) -> Tape:
             first = kept[_FIRST] = Tape(outer, None, run.trains or (outer is not None and outer.trains))
         return first
     recomputation, replay = kept.get(_REPLAY, (None, None))
+    # Each backward through the graph runs the function again, from the first use of each layer on.
     if replay is None or recomputation != run.recomputation:
         # A forward without FP8 layers has left no tape.
         replay = kept.get(_FIRST, Tape(None, None, trains=True)).replay()
@@ -170,6 +178,7 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
             self._first = tape = Tape(self._outer, None, self._trains, self._tracker)
+            # Before the function draws from it.
             self._states = self._tracker.get_states() if has_states(self._tracker) else None
             numbers: AbstractContextManager[None] = nullcontext()
         else:
@@ -231,6 +240,7 @@ def _back_at(tracker: Any, states: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Later forwards go on from the numbers at which earlier ones have stopped.
         tracker.set_states(now)
 
 

@@ -63,6 +63,8 @@ class Region:
     def noted(self) -> Iterator[list[Scaling]]:
         """Context whose list contains, at exit, the scales for which forwards inside recorded amaxes."""
         found: list[Scaling] = []
+        # The region may have recorded amaxes before, which are not of the code inside; at its end it updates
+        # all.
         before, self._used = self._used, {}
         try:
             yield found
@@ -77,6 +79,8 @@ class Region:
     def use_in_backward(self, scaling: Scaling) -> None:
         """Notes that the running backward records amaxes in `scaling`."""
         self._used_backward[scaling] = None
+        # One callback a backward.  Its number is kept, rather than a flag: if a backward raises, the callback
+        # is dropped, and a flag would stay.
         if self._backward != running_backward():
             self._backward = running_backward()
             call_at_end_of_backward(self._end_backward)
@@ -93,6 +97,7 @@ class Region:
         self._used.clear()
 
     def _end_backward(self) -> None:
+        # Taken out first: if ranks differ, the update raises, and the next backward must not repeat it.
         used, self._used_backward = self._used_backward, {}
         update(used, self.group)
 

@@ -54,6 +54,8 @@ class StageRanks:
             self.check(region)
         except ValueError as error:
             self.postponed.append(error)
+            # The forward goes on with scales of this stage, and its results reach the ranks that wait for
+            # them.
             region.group = self.make_group()
 
     def raise_postponed(self) -> None:
@@ -63,6 +65,7 @@ class StageRanks:
             ValueError: if a region was confined.
         """
         errors = self.postponed.copy()
+        # Before the raise, so that the next step begins without errors.
         self.postponed.clear()
         if errors:
             raise errors[0]

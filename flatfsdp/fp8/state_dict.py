@@ -19,6 +19,7 @@ class WithoutExtraState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
+        # PyTorch passes ..., missing_keys, unexpected_keys, error_msgs by position.
         unexpected_keys: list[str] = args[-2]
         if prefix + "_extra_state" in unexpected_keys:
             unexpected_keys.remove(prefix + "_extra_state")
@@ -35,6 +36,8 @@ class LateBuffers(WithoutExtraState):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LateBuffers:
         """Moves the state as well, but keeps scales in FP32 when the module is cast."""
+        # Taken out, because `super()` would cast them with the rest: in bf16, scales and amaxes would lose
+        # digits.
         state = {key: self._buffers.pop(key) for key in self.late_buffers if key in self._buffers}
         super()._apply(fn, recurse)
         for key, tensor in state.items():
@@ -58,6 +61,7 @@ class LateBuffers(WithoutExtraState):
             (tensor.device for tensor in (*self._buffers.values(), *saved.values()) if tensor is not None),
             None,
         )
+        # Before `super()`, which calls a tensor without a buffer unexpected.
         self.prepare_load({key: tensor.shape for key, tensor in saved.items()}, device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -69,6 +69,7 @@ class StepScales:
         Args:
             parameters: versions of the model's parameters.
         """
+        # The second case is a step by an optimizer that settles nothing, as PyTorch's.
         if self._is_settled or parameters != self._parameters:
             self.forget()
         self._parameters = parameters
@@ -121,6 +122,8 @@ class StepScales:
         if arena not in self._snapshots:
             with torch.inference_mode(False):
                 self._snapshots[arena] = Snapshot(arena.scale.clone(), arena.history.clone())
+        # The whole arena was copied at its first use in the step.  A layer that is noted later takes that
+        # copy, because updates since then have changed its columns, too.
         self._then[scaling] = self._snapshots[arena], scaling.columns.start
         if not scaling.has_scales:
             self._without_scales.append(scaling)
@@ -149,10 +152,15 @@ class StepScales:
         for live, saved in self._now_and_then():
             if live.device not in stays:
                 stays[live.device] = taken.to(live.device) != 0
+            # In place: the buffers of layers are views of this memory, and the write raises the version by
+            # which casts notice it.
             torch.where(stays[live.device], live, saved, out=live)
 
     def _now_and_then(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Scales and histories of all that was noted, each with its copy from the beginning of the step."""
+        # Sorted by where the columns are now.  Arenas may have been merged since the step began, so a layer's
+        # columns, and with them its neighbours, may be others than in its snapshot.  Neighbours make one run:
+        # a model is then restored by two launches instead of two a layer.
         by_arena: dict[Arena, list[Columns]] = {}
         for scaling, (snapshot, then) in self._then.items():
             columns = Columns(scaling.columns.start, len(scaling.fp8_max), snapshot, then)

@@ -33,7 +33,7 @@ from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
-from flatfsdp.layers.options import MatmulOptions, parallel_of
+from flatfsdp.layers.layer_options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
@@ -117,6 +117,8 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             return [WITHOUT_FP8] * len(self.linear_maps)
         # An evaluation has no backward, and looking for checkpoints costs host time.
         is_evaluation = not (self.training or torch.is_grad_enabled())
+        # Before it is known whether FP8 is on: a recomputation finds its use by position, so each forward
+        # counts.
         tape = None if is_evaluation else current_tape()
         use = None if tape is None else tape.next_use(self)
         region = current_region()

@@ -147,6 +147,7 @@ def prepare(
     x = as_matrix(inp, weight.shape[0 if transposed else 1], activation_dtype(inp, owner, weight), owner)
     exchange = owner.exchanges.get(name, UNSPLIT)
     leading = exchange.leading_shape(type(owner).__name__, inp.shape)
+    # After the input's shape and dtype are checked: with delayed scaling, this counts as a use of the scales.
     if casts is None:
         casts = owner.casts(inp.device)
     if casts[0].recipe is None:

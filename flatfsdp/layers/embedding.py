@@ -136,6 +136,7 @@ class Embedding(Declaring):
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """Local rows of `weight` for these ids, and -1 for ids of other ranks."""
+        # Here, because from now on an id outside of the table looks like one of another rank's.
         torch._assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"Embedding: an id is outside of the table of {self.num_embeddings} rows",
@@ -230,6 +231,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         if not exchange.sequence_parallel:
+            # An all-reduce is in place; a reduce-scatter makes a new tensor.
             ctx.mark_dirty(rows)
         return exchange.start_sum(rows).wait()
 

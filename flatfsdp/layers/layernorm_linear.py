@@ -13,9 +13,9 @@ from typing_extensions import Unpack
 
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_linear, prepare
+from flatfsdp.layers.layer_options import LinearOptions
 from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
-from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
 from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.torch_private import never_traced

@@ -15,9 +15,9 @@ from flatfsdp.contract.tensor_parallel import Mode
 from flatfsdp.kernels.activation import GATED, NAMES
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_mlp, prepare
+from flatfsdp.layers.layer_options import MatmulOptions
 from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
-from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.matmul.exchange import Exchange

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, prepare
-from flatfsdp.layers.options import LinearOptions
+from flatfsdp.layers.layer_options import LinearOptions
 from flatfsdp.layers.projection import Projection
 from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.torch_private import never_traced

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
-from flatfsdp.layers.options import MatmulOptions
+from flatfsdp.layers.layer_options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange

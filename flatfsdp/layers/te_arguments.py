@@ -33,7 +33,7 @@ class _Neutral(NamedTuple):
     instead: str = "leave it out"
 
     def accepts(self, value: Any) -> bool:
-        """Whether the value changes nothing."""
+        """Whether passing this value equals leaving the argument out."""
         if not self.values:
             return True
         if isinstance(value, dist.ProcessGroup):

@@ -18,9 +18,9 @@ from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
 from flatfsdp.layers.inputs import autocast_dtype
+from flatfsdp.layers.layer_options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
@@ -214,6 +214,8 @@ class TransformerLayer(Shared):
         """Computes residual + dropout(out + bias); the bias may be missing, or None."""
         *bias, residual = bias_and_residual
         drops = self.training and self.hidden_dropout > 0
+        # With sequence_parallel ranks have other tokens, and drop other elements.  Otherwise all have the
+        # same tensor, and must drop the same.
         with self._numbers.drawn(drops and self._parallel.sequence_parallel):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training

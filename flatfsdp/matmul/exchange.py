@@ -58,7 +58,7 @@ class Exchange:
 
     @cached_property
     def gathers_grad(self) -> bool:
-        """Whether dy is gathered."""
+        """Whether dy is gathered in backward, as each rank has some of its rows."""
         return self.sequence_parallel and self.mode == "row"
 
     @cached_property
@@ -105,6 +105,7 @@ class Exchange:
         """
         if self.mode is None:
             return tuple(shape[:-1])
+        # Raises if the ranks are not known yet.
         _ = self.ranks.group
         if not self.splits_rows:
             return tuple(shape[:-1])

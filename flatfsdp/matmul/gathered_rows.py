@@ -16,12 +16,12 @@ from flatfsdp.matmul.exchange import Exchange
 
 
 class RowsUnderWay(NamedTuple):
-    """Rows in flight.
+    """A running all-gather of an operand's rows, and the quantizer that makes GEMM operands of its result.
 
     Attributes:
         rows: this rank's rows.
         pending: their all-gather.
-        quantizer: makes the operand of all rows (`Quantizer.of_rows`).
+        quantizer: the one of all rows (`Quantizer.of_rows`).
     """
 
     rows: Operand

@@ -41,6 +41,7 @@ def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumula
 
 def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
     """GEMM of the weight's gradient: [out, in] in `dtype`; in FP32 bit-equal to `accumulate_wgrad`."""
+    # By the kernel that accumulates, for its bits; without tokens, because that gives zeros.
     if dtype == torch.float32 or _tokens(dy) == 0:
         rows, cols = _wgrad_shape(dy, x)
         target = _some(dy).new_empty(rows, cols, dtype=torch.float32)
@@ -57,6 +58,7 @@ def accumulate_wgrad(
 ) -> None:
     """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the GEMM itself or in two passes."""
     if _tokens(dy) == 0:
+        # Nothing to add, but the first write of a step has to overwrite the last step's sums.
         if first:
             target.zero_()
         return

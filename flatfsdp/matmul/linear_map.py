@@ -44,8 +44,7 @@ FuseWgrad = bool | Literal["two_pass", "if_claimed"]
 """Whether a layer adds its weight gradient to main_grad itself.
 
 True: in the GEMM.  "two_pass": by an FP32 GEMM and an addition, for comparison.  "if_claimed": True if
-    FlatFSDP
-manages the weight when the layer is called, and False in a plain model.
+FlatFSDP manages the weight when the layer is called, and False in a plain model.
 """
 
 
@@ -198,6 +197,7 @@ def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
     if not (rowwise or columnwise):
         return Quantized(Operand(), None if call.bias_grad is None else sum_columns(dy, call.bias_grad))
     quantizer = call.grad_quantizer()
+    # Only the form that is sent: the other is made of all rows, after the all-gather.
     if call.exchange.gathers_grad:
         quantizer, rowwise, columnwise = quantizer.for_rows(call.exchange.ranks), True, False
     return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=call.bias_grad)
@@ -229,11 +229,13 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall, node: N
     operand, dbias = dy
     gathering = dx = dweight = None
     if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
+        # Before the GEMM of dx, which hides it.
         gathering = RowsUnderWay.start(saved.x, call.quantizer, call.exchange)
     if call.exchange.gathers_grad and (call.needs_input_grad or call.needs_weight_grad):
         operand, dx = _gather_and_start_input_grad(operand, saved, call)
     elif call.needs_input_grad:
         dx = _start_input_grad(operand, saved, call)
+    # While dx is summed over the ranks; it is waited for last.
     if call.needs_weight_grad:
         x = saved.x if gathering is None else gathering.wait(rowwise=False, columnwise=True)
         dweight = weight_grad(operand, x, call, node)
@@ -285,6 +287,8 @@ def _compute_weight_grad(left: Operand, right: Operand, call: LinearCall) -> Ten
     if not call.fuse_wgrad:
         return gemms.wgrad(left, right, call.weight_dtype, call.split)
     assert call.weight is not None
+    # Claimed when it is computed, also if it was deferred: whether it is the first one in main_grad depends
+    # on the order of computation.
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     gemms.accumulate_wgrad(
         slot.target,

@@ -32,7 +32,7 @@ from flatfsdp.layers import (
 )
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
-from flatfsdp.layers.options import MatmulOptions
+from flatfsdp.layers.layer_options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.config import LlamaConfig
@@ -213,7 +213,6 @@ class _Factory:
         self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
 
     def embedding(self) -> Embedding:
-        """The embedding."""
         options = self._options
         return Embedding(
             self._config.vocab,
@@ -228,7 +227,6 @@ class _Factory:
         )
 
     def layer(self, number: int) -> TransformerLayer:
-        """One transformer layer."""
         config = self._config
         return TransformerLayer(
             config.hidden,
@@ -250,7 +248,6 @@ class _Factory:
         )
 
     def norm(self) -> RMSNorm:
-        """The final norm."""
         options = self._options
         return RMSNorm(
             self._config.hidden,
@@ -261,7 +258,6 @@ class _Factory:
         )
 
     def head(self) -> LinearCrossEntropy:
-        """The head, with the loss."""
         config = self._config
         return LinearCrossEntropy(
             config.hidden, config.vocab, init_method=self._inner, parallel_mode="column", **self._options

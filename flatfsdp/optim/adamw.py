@@ -131,6 +131,7 @@ class AdamW(FusedOptimizer):
         return Formula([state[name] for name in MOMENTS], numbers)
 
     def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Sequence[Tensor]:
+        # One launch for all counts of a kind, instead of several for each.
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, (due, _) in enumerate(counted):
             by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append(index)

@@ -71,6 +71,8 @@ def clip_grad_norm(
     if not (max_norm >= 0 and norm_type > 0):
         raise ValueError(f"max_norm is {max_norm!r} and norm_type {norm_type!r}; >= 0 and > 0 make sense")
     norm = norm_over_ranks(gradients, device, norm_type, stages=stages)
+    # Before gradients are scaled, which a NaN would overwrite.  The host waits for the device here, so only
+    # if asked to.
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
@@ -107,6 +109,7 @@ def norm_over_ranks(
     Raises:
         ValueError: if a shard is spread over fewer ranks than others.
     """
+    # Before the first collective: all ranks know these sizes, and raise together.
     require_same_grid(shard.grid for shard, _ in gradients)
     counted: dict[tuple[Ranks, ...], list[Tensor]] = {}
     uncounted: list[Tensor] = []
@@ -127,6 +130,7 @@ def norm_over_ranks(
         for partners, norm in local.items()
     ]
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
+    # The largest over replicas, so that a NaN on one of them stops all.
     norm = norm_over(replicas, norm, math.inf, identity)
     if stages.size == 1:
         return norm
@@ -169,12 +173,14 @@ def widest(grads: Iterable[Tensor]) -> torch.dtype:
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Coefficient to multiply gradients of this norm by: 0-dim, at most 1, NaN if the norm is."""
+    # The constant of `torch.nn.utils.clip_grad_norm_`, for the same bits.
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_grads(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiplies gradients, all on one device, in place."""
     if grads:
+        # Also by 1, which changes no bit: to find out whether it is 1, the host would wait for the device.
         torch._foreach_mul_(grads, coefficient.to(grads[0].device))
 
 

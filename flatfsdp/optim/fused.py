@@ -29,7 +29,7 @@ from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, pipeline_of
-from flatfsdp.optim.joined import STEP, Due, Joined, Piece, Updated, updated
+from flatfsdp.optim.joined import STEP, Due, DuePiece, Joined, Updated, updated
 from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
@@ -56,6 +56,8 @@ class _Plan(NamedTuple):
     updated: list[Updated]
 
     def is_of(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        # By identity: `==` of tensors would compare their elements.  Parameter by parameter, because a user
+        # may change a group's list in place.
         return len(self.groups) == len(param_groups) and all(
             own is group
             and len(parameters) == len(group["params"])
@@ -120,6 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.nonfinite = nonfinite
         self.grad_norm: Tensor | None = None
         super().__init__(params, defaults)
+        # On the device that decides: skipped steps are added up there, and no host waits to count them.
         device = self._device(self._shards(self._updated()))
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -165,7 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def _update(
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
     ) -> None:
-        """Launches the kernel."""
+        """Launches the kernel on runs of one `LaunchKey`."""
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------------------
 
@@ -173,6 +176,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Adds a parameter group, after a check of its options."""
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        # Only now is there a list: parameters may come as a generator, which can be read once.
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise ValueError(
@@ -182,6 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict, after a check of its options."""
+        # All groups before anything is loaded: a refused state dict has changed nothing.
         for group in state_dict["param_groups"]:
             self._check_options({**self.defaults, **group})
         super().load_state_dict(state_dict)
@@ -221,11 +226,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             RuntimeError: if gradients are accumulated and not yet reduced.
             Nothing has changed when one of them is raised.
         """
+        # Before anything of this step, the closure included: whoever catches the error still has the
+        # gradients, and may step with them.
         self.raise_if_nonfinite()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # This checks all gradients, before the first collective and before the first write.
         due = self._due()
         coefficient, taken = self._decide(due)
         # Counts first, as in the states of PyTorch's optimizers.
@@ -233,6 +241,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             one.updated.counts(self.state, one.pieces) if self._counts(one.group) else None for one in due
         ]
         formulas = [self._formula(one) for one in due]
+        # Before counts and states are written: from here on, views have the same tensors as the run.
         for one in due:
             one.updated.hand_out(self.state)
         numbers = self._count(due, counts, taken)
@@ -243,12 +252,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             ]
             kind, runs = self._runs(one, formula, on_device)
             by_kind.setdefault(kind, []).extend(runs)
+        # One launch for all runs that one compiled kernel can take.
         for kind, of_kind in by_kind.items():
             wide = wide_of(kind.dtypes[0])
             grad_scale = None if coefficient is None else coefficient.to(kind.device, wide)
             self._update(of_kind, kind, grad_scale, None if taken is None else taken.to(kind.device))
         # The kernel bypasses the dispatcher, which would count these writes.
         torch.autograd.graph.increment_version([one.parameter for one in due])
+        # After the versions: a shard remembers the version that its copy was made of.
         for one in due:
             if one.shard is not None:
                 one.shard.cast_done()
@@ -302,6 +313,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def _updated(self) -> list[Updated]:
         """Units of update: views are joined as long as their states are."""
+        # Nothing tells when a user edits `param_groups` or `state`, so each step compares both.  Views whose
+        # states could not be joined stay apart as long as the plan is valid: to try again would wait for the
+        # device in each step.
         plan = self._plan
         if (
             plan is None
@@ -327,6 +341,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             updated, key=lambda each: (of_group[id(each.group)], of_model[each.model], each.number)
         )
         shards = [each.shard for each in in_order if each.shard is not None]
+        # A norm runs one collective for each group of partners, in the order in which they appear here.  The
+        # name of a group is the same on all its ranks; which parameter comes first need not be.
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
 
     def _device(self, shards: Sequence[FlatShard]) -> torch.device:
@@ -341,6 +357,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             NonFiniteGradientError: if the step is refused and the host knows it.
         """
+        # First: if something below raises, it must not show the norm of the step before.
         self.grad_norm = None
         if self.max_grad_norm is None and self.nonfinite == "step":
             return None, None
@@ -355,6 +372,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.nonfinite == "step":
             return coefficient, None
         taken = verdict.taken
+        # Counted, and FP8 scales restored, before the error is raised: a refused step is undone whether or
+        # not the caller goes on.
         self.skipped_steps = self.skipped_steps.to(taken.device).add_(taken == 0)
         for moved in dict.fromkeys(shard.moved for shard in shards):
             if moved is not None:
@@ -362,6 +381,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.nonfinite == "raise":
             self._awaited = Awaited.of(verdict)
             if self._awaited.arrived is None:
+                # On a CPU the host knows already, and no kernel has to read the verdict.
                 self.raise_if_nonfinite()
                 return coefficient, None
         return coefficient, taken
@@ -377,6 +397,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             [(shard, grads.get(shard, ())) for shard in shards],
             self._device(shards),
             alone=alone,
+            # Sorted, because the first call for some ranks makes their group, and waits there for all of
+            # them.
             tensor_parallel=[Ranks.among(ranks) for ranks in sorted(sharing)],
             stages=pipeline_of(self.pp_group, (shard.stages for shard in shards)),
             needs_norm=clips,
@@ -415,6 +437,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         states, numbers, variant = formula
         values, shard = due.parameter.detach(), due.shard
         grad = due.grads[0]
+        # Kernels index all tensors of a run alike.  A parameter that is not contiguous takes the way of plain
+        # PyTorch, which reads any strides.
         if values.is_contiguous():
             grad = grad.contiguous()
         tensors = [values, grad, *states]
@@ -427,6 +451,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         )
         if shard is None:
             return kind, [Run(values, grad, states, numbers, on_device[0])]
+        # `runs` zeroes the amaxes, so call it only where the kernel will write all of them.
         compute, amaxes = shard.compute, shard.runs()
         return kind, [
             Run(
@@ -479,7 +504,7 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def covering(
-    piece: Piece, runs: Sequence[tuple[int, int, Tensor]]
+    piece: DuePiece, runs: Sequence[tuple[int, int, Tensor]]
 ) -> Iterator[tuple[int, int, Tensor | None]]:
     """Yields the runs in a piece, and the gaps between them, which cover it once; a run is in one piece."""
     end = piece.start

@@ -38,7 +38,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 """The optimizer's `state`, by parameter."""
 
 
-class Piece(NamedTuple):
+class DuePiece(NamedTuple):
     """Elements [start, stop) of a unit of update that a step treats alike.
 
     Attributes:
@@ -62,7 +62,7 @@ class Due(NamedTuple):
 
     updated: Updated
     grads: Sequence[Tensor]
-    pieces: Sequence[Piece]
+    pieces: Sequence[DuePiece]
 
     @property
     def parameter(self) -> Tensor:
@@ -105,20 +105,20 @@ class Updated:
         return 0
 
     def due(self) -> Due | None:
-        """What a step does to it now; None without a gradient."""
+        """The gradient and the piece that a step updates now; None without a gradient."""
         grad = grad_of(self.parameter)
         if grad is None:
             return None
         check_grad(self.parameter, grad)
         # The gradient of a shard is a `ShardGrad`, which answers for all ranks.
         grad = grad if self.shard is None else grad.as_subclass(Tensor)
-        return Due(self, [grad], [Piece(0, self.parameter.numel(), grad)])
+        return Due(self, [grad], [DuePiece(0, self.parameter.numel(), grad)])
 
     def state(self, states: State) -> dict[str, Any]:
         """The optimizer's state for it, but for counts, to be read and written; empty at first."""
         return states[self.parameter]
 
-    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+    def counts(self, states: State, pieces: Sequence[DuePiece]) -> list[Tensor | None]:
         """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
         state = states[self.parameter]
         if STEP not in state:
@@ -140,6 +140,8 @@ class Joined(Updated):
     def __init__(
         self, viewed: ViewedShard, group: dict[str, Any], first: int, last: int, start: int, stop: int
     ) -> None:
+        # `detach`, unlike `.data`, keeps the version counter: a step's write has to count as one to the
+        # shard.
         super().__init__(viewed.flat.detach()[start:stop], group, viewed.joined(start, stop))
         self._viewed = viewed
         self._first, self._last = first, last
@@ -170,14 +172,17 @@ class Joined(Updated):
         return self._viewed.number
 
     def due(self) -> Due | None:
-        """What a step does to the views; None if none of them has a gradient."""
+        """The gradients and pieces that a step updates or copies; None if no view has a gradient."""
         joint = self._viewed.joint_grad(self._first, self._last)
         if joint is not None:
             grad = joint.flat[self._start : self._stop]
+            # Most steps: all views are used, and always were used together.
             if self._views and self._has_one_history and self._views.keys().isdisjoint(joint.idle):
-                return Due(self, [grad], [Piece(0, grad.numel(), grad, next(iter(self._views)))])
+                return Due(self, [grad], [DuePiece(0, grad.numel(), grad, next(iter(self._views)))])
             # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
             return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
+        # There is no joint gradient, or somebody has replaced a part of it, or taken one away.  Then each
+        # view counts by itself, and one without a gradient is idle.
         grads: dict[int, Tensor] = {}
         for number, (view, _, _) in self._views.items():
             if (found := grad_of(view)) is not None:
@@ -187,7 +192,7 @@ class Joined(Updated):
             return None
         return Due(self, list(grads.values()), self._pieces(grads))
 
-    def _pieces(self, grads: Mapping[int, Tensor]) -> list[Piece]:
+    def _pieces(self, grads: Mapping[int, Tensor]) -> list[DuePiece]:
         """Neighbours with one gradient and one history together, each up to where the next one starts.
 
         Args:
@@ -197,6 +202,7 @@ class Joined(Updated):
         before: tuple[Tensor | None, Tensor | None] | None = None
         for number in self._views:
             now = grads.get(number), self._steps.get(number)
+            # By identity: views with one gradient tensor, and one count, are updated by one run.
             if before is None or now[0] is not before[0] or now[1] is not before[1]:
                 found.append([])
             found[-1].append(number)
@@ -205,26 +211,28 @@ class Joined(Updated):
         pieces = []
         for numbers, start, stop in zip(found, edges, edges[1:], strict=False):
             found_grad = grads.get(numbers[0])
+            # As long as the run: the gradient of all its views together.
             if found_grad is None or found_grad.numel() == self.parameter.numel():
                 part = None if found_grad is None else found_grad[start:stop]
-                pieces.append(Piece(start, stop, part, numbers[0]))
+                pieces.append(DuePiece(start, stop, part, numbers[0]))
             else:
                 # A gradient of its own is as long as its view, without the gap behind.
                 _, start, stop = self._views[numbers[0]]
-                pieces.append(Piece(start, stop, found_grad, numbers[0]))
+                pieces.append(DuePiece(start, stop, found_grad, numbers[0]))
         return pieces
 
     def state(self, states: State) -> dict[str, Any]:
         """The optimizer's state of all views together, but for counts."""
         return self._own
 
-    def counts(self, states: State, pieces: Sequence[Piece]) -> list[Tensor | None]:
+    def counts(self, states: State, pieces: Sequence[DuePiece]) -> list[Tensor | None]:
         """For each piece, its number of steps, 0-dim, made where there is none; None for idle ones."""
+        # A single piece with counts has nothing to part: its views share one count, or are all idle.
         if len(pieces) > 1 or not self._steps:
             self._keep_apart(pieces)
         return [None if piece.grad is None else self._steps[piece.view] for piece in pieces]
 
-    def _keep_apart(self, pieces: Sequence[Piece]) -> None:
+    def _keep_apart(self, pieces: Sequence[DuePiece]) -> None:
         """Makes counts where there are none, and lets idle views not count along with others."""
         idle_from = {piece.view: piece.grad is None for piece in pieces}
         idle: list[int] = []
@@ -235,8 +243,11 @@ class Joined(Updated):
             if is_idle:
                 idle.append(number)
             elif number not in self._steps:
+                # One tensor for all new counts: these views begin a history together.
                 new = self._steps[number] = step_count(0, self.parameter) if new is None else new
                 self._is_handed_out = False
+        # The step is about to be added in place to each count that an updated view has.  Idle views that
+        # share such a count get a copy, one for all that go on sharing a history.
         counted = {id(step) for number, step in self._steps.items() if number not in idle}
         copies: dict[int, Tensor] = {}
         for number in self._steps.keys() & set(idle):
@@ -257,12 +268,15 @@ class Joined(Updated):
         for number, step in sorted(self._steps.items()):
             view, start, stop = self._views[number]
             parts = {STEP: step, **{key: value[start:stop] for key, value in self._own.items()}}
+            # A dict of its own: what a user puts into the optimizer's state then differs from `parts`, and
+            # `has_its_state` notices.
             states[view] = dict(parts)
             self._handed_out.append((view, parts))
         self._is_handed_out = True
 
     def has_its_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether the optimizer's state is still the one that was handed out."""
+        # A state that a view has got without being handed it is a change, too.
         if sum(bool(states.get(view)) for view in self.views) != len(self._handed_out):
             return False
         for view, parts in self._handed_out:
@@ -279,11 +293,13 @@ class Joined(Updated):
         Waits for the device, if there are any.
         """
         of_views = ((number, states.get(view) or {}) for number, (view, _, _) in self._views.items())
+        # A state may be None in a state dict from elsewhere, where a momentum has not begun.
         own = {n: {k: v for k, v in state.items() if v is not None} for n, state in of_views}
         own = {number: state for number, state in own.items() if state}
         if not own:
             return True
         first = next(iter(own.values()))
+        # One run has one formula: views that have other states than the first are updated one by one.
         if STEP not in first or any(state.keys() != first.keys() for state in own.values()):
             return False
         for number, state in own.items():
@@ -292,6 +308,8 @@ class Joined(Updated):
                 shape = first[STEP].shape if key == STEP else (stop - start,)
                 if not isinstance(value, Tensor) or (value.dtype, value.shape) != (first[key].dtype, shape):
                     return False
+        # The only wait for the device, after a load and not in a step.  Views with equal counts share one
+        # from now on: the formula cannot tell them apart.
         of_count: dict[float, Tensor] = {}
         counts = torch.stack([state[STEP].reshape(()) for state in own.values()]).tolist()
         for (number, state), count in zip(own.items(), counts, strict=True):
@@ -299,6 +317,7 @@ class Joined(Updated):
         self._note_histories()
         for key in first.keys() - {STEP}:
             like = first[key]
+            # Zeros are right for gaps, and for views that have had no step.
             self._own[key] = torch.zeros_like(self.parameter, dtype=like.dtype, device=like.device)
             for number, state in own.items():
                 _, start, stop = self._views[number]
@@ -322,6 +341,7 @@ def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updat
         for parameter in group["params"]:
             if parameter not in group_of:
                 found.append(Updated(parameter, group, FLAT_SHARD.of(parameter)))
+            # A later view of a run, which is listed at its first one, or a run without elements on this rank.
             elif (together := joined.get(parameter)) is None:
                 continue
             elif together.take_over(states):
@@ -335,6 +355,7 @@ def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Ite
     """Yields runs of neighbouring views of one group, as `param_groups` cuts them, with their first view."""
     views, numel = viewed.views, viewed.flat.numel()
     groups = [group_of.get(view) for view, _, _ in views]
+    # Views that no group has make a run, too, so that the run before ends where they begin.
     edges = [n for n in range(len(views)) if n == 0 or groups[n] is not groups[n - 1]]
     for first, last in zip(edges, [*edges[1:], len(views)], strict=True):
         group = groups[first]

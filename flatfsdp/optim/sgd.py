@@ -89,6 +89,7 @@ class SGD(FusedOptimizer):
         super().__setstate__(state)
         for parameter, of_parameter in self.state.items():
             if of_parameter.get(BUFFER) is not None:
+                # A momentum without a count is PyTorch's, and has had its first step: dampening applies.
                 of_parameter[STEP] = step_count(of_parameter.get(STEP, 1), parameter)
 
     def _counts(self, group: dict[str, Any]) -> bool:

@@ -58,6 +58,7 @@ class Verdict(NamedTuple):
     def by(worst: Tensor, *, is_norm: bool) -> Verdict:
         """Makes the verdict from a non-negative number; NaN or infinity leaves the step out."""
         taken = torch.empty((), dtype=torch.float32, device=worst.device)
+        # NaN is not less than infinity either.  With `out`, the comparison writes FP32 in the same launch.
         torch.lt(worst, math.inf, out=taken)
         return Verdict(worst, is_norm, taken)
 
@@ -92,6 +93,7 @@ def judge(
             gradients,
             device,
             alone=alone,
+            # By name, which all ranks of a group have in common.
             replicas=sorted(replicas, key=lambda ranks: ranks.name),
             stages=stages,
         )
@@ -127,6 +129,7 @@ class Awaited(NamedTuple):
         worst = verdict.worst
         if worst.device.type != "cuda":
             return Awaited(worst, verdict.is_norm, None)
+        # Pinned, because a copy to other memory would make the host wait.
         host = torch.empty((), dtype=worst.dtype, device="cpu", pin_memory=True)
         host.copy_(worst, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -140,6 +143,7 @@ class Awaited(NamedTuple):
             NonFiniteGradientError: if the step was left out.
         """
         if self.arrived is not None:
+            # Waits for the copy only, not for work that was launched after it.
             self.arrived.synchronize()
         worst = float(self.worst)
         if not math.isfinite(worst):

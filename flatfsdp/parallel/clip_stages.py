@@ -12,11 +12,11 @@ from flatfsdp.engine.methods import gradients_of
 from flatfsdp.engine.units import named_groups, units_in
 from flatfsdp.optim.clip import clip_grad_norm, pipeline_of
 
-Part = nn.Module | PipelineStage
+ModelOrStage = nn.Module | PipelineStage
 
 
 def clip_grad_norm_(
-    parts: Part | Sequence[Part],
+    parts: ModelOrStage | Sequence[ModelOrStage],
     max_norm: float,
     pp_group: dist.ProcessGroup | None = None,
     norm_type: float = 2.0,

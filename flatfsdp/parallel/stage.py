@@ -93,8 +93,7 @@ class FlatStage(PipelineStage):
     Raises:
         ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
             parameter outside of FlatFSDP, whose gradient nothing would reduce; for only one of `input_args`
-            and
-            `output_args`; for a stage that belongs on another rank of `group`; if ranks of the same stage
+            and `output_args`; for a stage that belongs on another rank of `group`; if ranks of the same stage
             have built different modules.
         RuntimeError: in a step, on all ranks of `group`, if they have different schedules, numbers of
             microbatches or shapes between stages, or a rank skips a step.
@@ -245,7 +244,8 @@ class FlatStage(PipelineStage):
                 )
 
     def _begin_step_together(self) -> None:
-        """Checks, once a rank, that no rank skips a step or begins one too many."""
+        """Compares the step counters of all pipeline ranks, so that none skips a step or begins one more."""
+        # A rank may have several stages, which begin the step together: the first one compares for all.
         if self.stage_index < self.group_size:
             with launch_on_host(self._pipeline, self._step, self.device):
                 self._steps += 1

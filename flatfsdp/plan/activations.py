@@ -5,9 +5,8 @@ Out:  bytes, equal to what autograd saves (`tests/dist/plan/test_plan.py` counts
 Next: `memory.py` multiplies them by the microbatches in flight.
 
 Letters: h = hidden, f = ffn, k = hidden size of keys; t = tensor-parallel ranks, s = t with sequence
-    parallelism,
-else 1; c = bytes of the compute dtype; o = bytes of a GEMM's operand, 1 in FP8; p = bytes of an element in an
-all-gather of rows: c with block scaling, whose blocks span the rows of several ranks, else o.
+parallelism, else 1; c = bytes of the compute dtype; o = bytes of a GEMM's operand, 1 in FP8; p = bytes of an
+element in an all-gather of rows: c with block scaling, whose blocks span the rows of several ranks, else o.
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ def in_flight(job: Job, rank: int) -> list[int]:
     plain         1
     GPipe         all
     1F1B          the number of ranks from this one to the last
-    interleaved   (stages - 1) * round + 2 * (ranks after this one) + 1 chunks, dealt out in rounds of
-    about as
-                  many microbatches as there are ranks
+    interleaved   (stages - 1) * round + 2 * (ranks after this one) + 1 chunks, dealt out in rounds of about
+                  as many microbatches as there are ranks
     """
     ranks, count = job.ranks, job.microbatches
     if ranks.pp == 1:

@@ -75,7 +75,7 @@ class Gathers(NamedTuple):
 
 
 def gathers(job: Job) -> Gathers:
-    """How often units are gathered in a step.
+    """Number of gathers of each unit in a step.
 
     Once; or, if parameters are freed after use, in each forward and backward, except for the root's, which
     stay in between.
@@ -167,9 +167,10 @@ def _embedding(job: Job) -> int:
 
 
 def _head(job: Job) -> int:
-    """Bytes sent for dx, which is summed, or with sequence parallelism scattered, with x gathered twice.
+    """Bytes that tensor-parallel ranks send for the head.
 
-    Three statistics of the logits per token are summed as well.
+    An all-reduce of dx; with sequence parallelism instead a reduce-scatter of dx, and all-gathers of x in
+    forward and backward.  Three statistics of the logits per token are summed as well.
     """
     z = Sizes.of(job)
     times = 2 if z.s == 1 else 3

@@ -12,18 +12,18 @@ kernel does, never by who called it:
     add      element-wise addition, in place or not
     scale    element-wise multiplication, division or clamping
     fill     a constant into memory
-        turn     copy of a transposed matrix, within one dtype
-        measure  norm or largest magnitude: reads everything, writes little
-        staging  gloo's own copy of a reduce-scatter's result from its work buffer; NCCL has none
+    turn     copy of a transposed matrix, within one dtype
+    measure  norm or largest magnitude: reads everything, writes little
+    staging  gloo's own copy of a reduce-scatter's result from its work buffer; NCCL has none
 
 **Engine or model?**  An operator counts if its tensors have at least `min_numel` elements.  Run a model whose
 activations are smaller than that and whose parameters, and 1/N shards of parameters, are larger (one sample
 of width 64, 64 x 64 weights on up to 4 ranks, `min_numel=256`): then every large operator is either a matrix
 multiplication with a weight or the engine's.  This needs no list of engines, no knowledge of their buffers,
-and no guess about shapes. Smaller copies are kept in `ignored_bytes`; engines that loop over small parameters
-(biases, norms) pay for them there. Large operators that this file does not know are listed in `unclassified`:
-a total is complete only if that is empty. Use a fused optimizer (`AdamW(..., fused=True)`), whose single
-operator is known; one made of adds and multiplications would be counted as the engine's.
+and no guess about shapes.  Smaller copies are kept in `ignored_bytes`; engines that loop over small
+parameters (biases, norms) pay for them there.  Large operators that this file does not know are listed in
+`unclassified`: a total is complete only if that is empty.  Use a fused optimizer (`AdamW(..., fused=True)`),
+whose single operator is known; one made of adds and multiplications would be counted as the engine's.
 
 **Bytes** are those of an ideal kernel: each argument read once, each result written once, an expanded
 dimension once, single numbers never.  Temporaries inside a kernel do not count (PyTorch's CPU kernels widen a

@@ -161,7 +161,7 @@ def _digest(packed: Packed) -> str:
 
 
 def _saved(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """What the checkpoint has: tensors by module and key."""
+    """Tensors of extra state in the checkpoint, by module and key."""
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for flat_name, path in (metadata.planner_data or {}).items():
         about = metadata.state_dict_metadata.get(flat_name)

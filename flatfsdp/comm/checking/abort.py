@@ -24,6 +24,7 @@ def abort(communicators: Iterable[Ranks], device: torch.device) -> None:
     threads = [threading.Thread(target=each, daemon=True) for each in aborts]
     for thread in threads:
         thread.start()
+    # One deadline for all, because this rank has an error to raise, and NCCL may never return.
     deadline = time.monotonic() + ABORT_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

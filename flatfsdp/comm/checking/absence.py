@@ -76,6 +76,8 @@ def why_in_vain(
     numbers = {rank: each.number for rank, each in here.items()}
     if missing:
         return words_for(missing, numbers, model, limit if impatient else None)
+    # All ranks have come to this launch.  Those that waited longest gave up, and closed their connections,
+    # which the late ones have found closed.
     late = {rank: numbers.pop(rank) for rank in list(here) if rank not in impatient}
     if late and gave_up:
         return words_for(list(late), numbers, model, limit)
@@ -144,11 +146,13 @@ def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) ->
 
     def tell_and_hear() -> None:
         with suppress(RuntimeError):  # the store has gone with the rank that had it
+            # Told before asking: another rank may be asking for the last time now.
             store.set(keys[ranks.rank], json.dumps(own))
             deadline = time.monotonic() + SETTLING
             while len(found) < ranks.size and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 for rank, key in enumerate(keys):
+                    # `get` alone would wait for a key that nobody sets.
                     if rank not in found and store.check([key]):
                         found[rank] = Waited(*json.loads(store.get(key)))
             answers.set()
@@ -157,4 +161,5 @@ def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) ->
     asking = threading.Thread(target=tell_and_hear, daemon=True)
     asking.start()
     asking.join(2 * SETTLING)
+    # Without the event, the thread may still be writing to `found`.
     return found if answers.is_set() else None

@@ -143,6 +143,7 @@ class Identity(NamedTuple):
         action: Action, count: int, model: ModelIdentity = ModelIdentity(), is_early: bool | None = None
     ) -> Identity:
         """Identity of a launch that belongs to no unit and carries a count, of elements for example."""
+        # A count takes the bits of unit and step; `described` puts it together again.
         return Identity(action, model, count // _STEPS, count, is_early=is_early)
 
     @property
@@ -153,6 +154,7 @@ class Identity(NamedTuple):
             return None
         is_early = self.is_early
         if is_early is None:
+            # These carry no step, so that 0 says nothing about them.
             is_early = self.step == 0 and self.action not in (Action.SAVE, Action.LOAD, Action.OBJECTS)
         return limit * FIRST_STEP if is_early else limit
 

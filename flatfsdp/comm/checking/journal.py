@@ -184,6 +184,8 @@ class HostJournal:
         rows = everyones.tolist()
         difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
+            # Ranks of other groups may be about to wait for this one.  Their next launch with it gets the
+            # alarm as its answer.
             for journal in {_journal_of(ranks, self._device) for ranks in identity.model.data_parallel}:
                 if isinstance(journal, HostJournal) and journal is not self:
                     journal.warn(difference)
@@ -239,6 +241,7 @@ class HostJournal:
         # This counts as the others' next launch: ranks find each other in the store by equal counts.
         self._made += 1
         work = self._ranks.group._allgather_base(everyones, own, options)
+        # Kept until they are sent: gloo reads and writes the tensors in the background.
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
         self._alarms.append((work, everyones, own))
 
@@ -265,6 +268,7 @@ class DeviceJournal:
         with torch.inference_mode(False), on_device(self._device):
             host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
             self._rows = on_gpu(host, self._device).unbind()
+            # A rank's number is in its place of the row already, so the all-gather runs in place.
             self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
         self._numbers = host.numpy()
         self._bytes = [memoryview(row).cast("B") for row in self._numbers]
@@ -275,8 +279,10 @@ class DeviceJournal:
     @contextmanager
     def launch(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
         """Context that makes the collectives inside, over this journal's communicator, one launch."""
+        # A row is used again after ROWS launches: by then the launch that had it must be over.
         self.look(wait=len(self._under_way) >= ROWS)
         index, number = self._made % ROWS, identity.number
+        # Cleared before the launch, because 0 stands for what has not arrived.
         self._numbers[index] = 0
         self._numbers[index, self._ranks.rank] = number
         group = self._ranks.group
@@ -284,8 +290,10 @@ class DeviceJournal:
         group._start_coalescing(self._device)
         try:
             yield
+            # In the same group call as the payload: the number meets what the payload meets.
             all_gather_numbers(self._rows[index], self._own[index], self._ranks)
         finally:
+            # Also after an error: what follows would otherwise be collected, and never launched.
             group._end_coalescing(self._device)
         self._made += 1
         launch = self.launches.begin(number)
@@ -298,6 +306,8 @@ class DeviceJournal:
         if wait and self._under_way:
             torch.cuda.synchronize(self._device)
         while self.stopped is None and self._under_way:
+            # Launches over one communicator end in their order, so nothing behind the first one has arrived,
+            # either.
             first = self._under_way[0]
             # Usually all numbers are there and equal; this finds out in a tenth of the time.
             if self._bytes[first.number].tobytes() != first.alike:

@@ -72,16 +72,22 @@ class Launches:
         del self._under_way[launch]
 
     def difference_to_next(self, store: dist.Store) -> Difference | None:
-        """Finds the first launch with another purpose on the next rank, if both ask; for any thread.
+        """Compares launches in flight with those that the next rank has written to the store.
 
-        If any ranks differ, some neighbours do, so each rank needs to read from one other rank only.
+        If any ranks differ, some neighbours do, so each rank needs to read from one other rank only.  None if
+        no difference is known, as long as the next rank has written nothing, for example.  Callable from any
+        thread.
         """
+        # A copy, as the main thread goes on to launch.
         own = dict(self._under_way)
         rank, following = self._ranks.rank, (self._ranks.rank + 1) % self._ranks.size
+        # For the rank before this one, and for `missing_from`, which takes a rank for absent that has not
+        # written an overdue launch.
         store.set(self._key(rank), json.dumps(own))
         theirs = self._under_way_on(following, store)
         numbers = [0] * self._ranks.size
         for launch, number in sorted(own.items()):
+            # A launch that the next rank has not made yet, or has ended, is unknown, and no difference.
             numbers[rank], numbers[following] = number, theirs.get(str(launch), 0)
             difference = Difference.among(numbers, self._ranks)
             if difference is not None:

@@ -27,6 +27,7 @@ class _CudaArray:
     """Object with Numba's array interface, from which PyTorch makes a tensor; the driver tells the device."""
 
     def __init__(self, pinned: Tensor) -> None:
+        # Kept, as the tensor that PyTorch makes from this object holds the object, and not the memory.
         self._pinned = pinned
         self.__cuda_array_interface__ = {
             "shape": tuple(pinned.shape),

@@ -98,6 +98,7 @@ def _look_at_all() -> bool:
     with _lock:
         journals = list(_watched.items())
         if not journals:
+            # Under the lock, so that a journal that comes now either is in the list, or starts a thread.
             _threads.clear()
     for journal, seen in journals:
         if journal.stopped is not None:
@@ -115,6 +116,7 @@ def _look(journal: Watched, seen: float | None) -> float | None:
     found = journal.difference()
     if found is not None:
         now = time.monotonic()
+        # Not at once: a main thread that looks by itself raises without this one.
         if seen is not None and now - seen > GRACE:
             journal.stop(*found)
             logger.error("%s", journal.stopped)

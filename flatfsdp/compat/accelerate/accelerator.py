@@ -34,8 +34,8 @@ from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.accelerate import states
+from flatfsdp.compat.accelerate.accelerator_options import precision_of, require_possible, require_shardable
 from flatfsdp.compat.accelerate.apart import apart
-from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
 from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit

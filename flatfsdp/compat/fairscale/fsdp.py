@@ -2,7 +2,7 @@
 
 In:   fairscale's constructor arguments and calls.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
-Next: `options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the module.
+Next: `fairscale_options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.compat.fairscale import optim_state, options
+from flatfsdp.compat.fairscale import fairscale_options, optim_state
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
@@ -124,13 +124,13 @@ class FullyShardedDataParallel(FlatFSDP):
         fp8_all_gather: bool = False,
     ) -> None:
         check_reduce_scatter_group(process_group_reduce_scatter)
-        options.check_supported(flatten_parameters, offload_config, fp8_all_gather)
-        offload = options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
+        fairscale_options.check_supported(flatten_parameters, offload_config, fp8_all_gather)
+        offload = fairscale_options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
         if process_group is None:
             process_group = default_group()
         ranks = Ranks.of(process_group)
         parameters = parameters_to_take(module)
-        precision = options.choose_precision(
+        precision = fairscale_options.choose_precision(
             parameters,
             mixed_precision=mixed_precision,
             compute_dtype=compute_dtype,
@@ -143,7 +143,7 @@ class FullyShardedDataParallel(FlatFSDP):
             module,
             lists_flat=True,
             mesh=mesh_of(process_group, shard=shard),
-            device=options.choose_device(compute_device, parameters, process_group),
+            device=fairscale_options.choose_device(compute_device, parameters, process_group),
             precision=precision,
             cast_inputs=False,
             reshard_after_forward=reshard_after_forward,
@@ -174,11 +174,10 @@ class FullyShardedDataParallel(FlatFSDP):
         self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
         self.allow_reset_parameters = allow_reset_parameters
         self._casts_input = mixed_precision and cast_input
-        self.gradient_predivide_factor = gradient_predivide_factor or options.default_predivide_factor(
-            ranks.size
-        )
+        default = fairscale_options.default_predivide_factor
+        self.gradient_predivide_factor = gradient_predivide_factor or default(ranks.size)
         self.gradient_postdivide_factor = ranks.size / self.gradient_predivide_factor
-        if gradient_predivide_factor or not options.mean_is_the_same(ranks.size, precision):
+        if gradient_predivide_factor or not fairscale_options.mean_is_the_same(ranks.size, precision):
             self._unit.set_gradient_divide_factors(
                 self.gradient_predivide_factor, self.gradient_postdivide_factor, recurse=False
             )

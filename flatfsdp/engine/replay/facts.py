@@ -41,18 +41,18 @@ OfGroups = tuple[list[GroupState], list[int], list[list[bool]]]
 
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:
-    """The same list, once all objects in it are on their way to the processor's caches.
+    """Copies the list, which brings its objects into the processor's caches before a loop reads them.
 
-    A model has hundreds of modules and parameters, and between two microbatches other work has pushed them
-    out of the caches.  To copy a list is to count one more reference to each object, in a loop so short that
-    the processor waits for many of them at once.  A loop that calls a function for each waits for one after
-    the other.
+    A model has hundreds of modules and parameters, and other work between two microbatches has pushed them
+    out of the caches.  A copy of a list raises the reference count of each object, in a loop so short that
+    the processor waits for many objects at once.  A loop that calls a function for each object waits for one
+    after the other.
     """
     return objects[:]
 
 
 class _Collected(NamedTuple):
-    """What holds as long as the engine changes no group, and nobody a master shard.
+    """Facts that stay true until the engine changes a group, or somebody writes to a master shard.
 
     Attributes:
         at: number of changes to groups, and versions of all master shards, when it was collected.
@@ -173,7 +173,7 @@ class Surroundings:
         return list(chain.from_iterable(map(dict.values, fetched(self._of_layers))))
 
     def _collected(self) -> _Collected:
-        """What is known of all groups; the same object as long as it cannot have changed."""
+        """Facts of all groups; the same object as long as they cannot have changed."""
         root, known = self._root, self._known
         # A write to a master shard makes what was cast from it stale, and only its version tells.
         at = root.changes, list(map(_VERSION, self._flats))

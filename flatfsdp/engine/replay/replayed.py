@@ -180,6 +180,8 @@ class Replayed(Generic[P, R]):
                 # Nodes that serve all forwards: their backward runs on the stream that made them.
                 group.params.remake_packs()
         surroundings = self._surroundings
+        # Before the facts are taken: what a user has frozen, unfrozen or zeroed becomes one only by this
+        # look.
         if key.is_first:
             root.look_at_user()
             root.follow_user()
@@ -207,6 +209,8 @@ class Replayed(Generic[P, R]):
             recording = seen.recording[1]
             # Found equal faster the next time, if these are the same objects then.
             seen.recording = facts, recording
+            # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
+            # instead would otherwise meet them unnoticed.
             _begin(root, recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
@@ -339,7 +343,7 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
-    """What of an argument selects a recording: structure, shapes and dtypes, and values that are no tensors.
+    """Properties of an argument that select a recording: structure, shapes, dtypes, values without tensors.
 
     Args:
         tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.

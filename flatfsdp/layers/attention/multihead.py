@@ -20,9 +20,7 @@ from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.qk_norm import make_qk_norm
 from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
-from flatfsdp.layers.layernorm_linear import LayerNormLinear
-from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.options import (
+from flatfsdp.layers.layer_options import (
     AttentionOptions,
     LinearOptions,
     MatmulOptions,
@@ -30,6 +28,8 @@ from flatfsdp.layers.options import (
     only,
     parallel_of,
 )
+from flatfsdp.layers.layernorm_linear import LayerNormLinear
+from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
@@ -108,6 +108,7 @@ class MultiheadAttention(Shared):
         self.qkv_weight_interleaved = is_pack and options.get("qkv_weight_interleaved", True)
         self.rotary_pos_interleaved = options.get("rotary_pos_interleaved", False)
         self.qk_norm_before_rope = options.get("qk_norm_before_rope", False)
+        # First: it divides the heads among the ranks, and the projection is laid out by those of this rank.
         self.core_attention = core = DotProductAttention(
             num_attention_heads,
             kv_channels,
@@ -125,6 +126,7 @@ class MultiheadAttention(Shared):
         self._heads_of = HeadsOf(
             core.num_attention_heads, core.num_gqa_groups, kv_channels, self.qkv_weight_interleaved
         )
+        # Over all ranks: linear layers are given whole sizes, and divide them.
         query_size = num_attention_heads * kv_channels
         key_size = (num_gqa_groups or num_attention_heads) * kv_channels
         sizes = {"query": query_size, "key": key_size, "value": key_size}
@@ -159,6 +161,7 @@ class MultiheadAttention(Shared):
         splits_norms = is_split and self._parallel.ranks.size > 1
         self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
+        # Split by its columns, as the context is split by heads: ranks add up their results.
         back: LinearOptions = {
             **of_maps,
             "return_bias": return_bias,
@@ -249,6 +252,7 @@ class MultiheadAttention(Shared):
         """Query, key and value, normalized and rotated."""
         batch_first = self.core_attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
+            # The whole sequence: with sequence_parallel, the projection has gathered it.
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
         self._check_tables(tables)
         return heads_of_projection(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.fp8.state_dict import WithoutExtraState
+from flatfsdp.layers.layer_options import AttentionOptions
 from flatfsdp.layers.norm import LayerNorm, RMSNorm, norm
 from flatfsdp.layers.normalized import NormKind
-from flatfsdp.layers.options import AttentionOptions
 
 
 class L2Normalization(WithoutExtraState):

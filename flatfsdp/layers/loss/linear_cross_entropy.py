@@ -24,10 +24,10 @@ from flatfsdp.contract.operand import Operand
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import CallInput, prepare
+from flatfsdp.layers.layer_options import LinearOptions
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import CrossEntropyNode, Reduction, ReductionKind, ids_of, joined
 from flatfsdp.layers.nodes.linear import LinearNode
-from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import gemms
 from flatfsdp.matmul.linear_map import LinearCall
 from flatfsdp.torch_private import Function, never_traced, once_differentiable, receives_gradient
@@ -188,6 +188,7 @@ class _OfChunks(Function):
         found = joined(torch.cat(parts, 1), ranks)
         ctx.call, ctx.how, ctx.chunk_tokens = call, how, chunk_tokens
         loss, count = how.loss(found.loss, counts)
+        # x before it is gathered: the other ranks' rows are gathered again in backward.
         ctx.save_for_backward(targets, found.max, found.sum.log(), count, x, operand.high)
         return loss
 
@@ -217,6 +218,7 @@ class _OfChunks(Function):
                 gemms.accumulate_wgrad(
                     slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
                 )
+                # Only the first chunk may overwrite what is there.
                 slot = slot._replace(first=False)
             # Freed first: the next chunk's logits reuse the memory.
             del dy

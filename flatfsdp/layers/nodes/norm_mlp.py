@@ -144,6 +144,7 @@ def _saved(
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
     fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
+    # Without the residual: x is the norm's input, to which it was added.
     _, norm, fc1_out, fc1, activated = _before_fc2(
         x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec
     )

@@ -1,8 +1,8 @@
-"""What a condition comes to where tensors have no values.
+"""Values of conditions in a plan, whose tensors have none.
 
 Models ask whether a mask hides anything, or whether positions are packed, and take a shorter way where they
-do not: `mask.all()`, `(sequence == 0).all()`, `x.isnan().any()`.  A plan takes the way of a plain batch: what
-is asked of all holds, what is asked of any does not.  Every other value is unknown.
+do not: `mask.all()`, `(sequence == 0).all()`, `x.isnan().any()`.  A plan takes the way of a plain batch:
+`all` is True, and `any` is False.  Every other value is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_SHAPES = (_aten.nonzero, _aten.masked_select, _aten.unique_dim, _aten._u
 
 
 class Conditions:
-    """Answers what is asked of the results of `all` and `any`."""
+    """Knows which tensors are results of `all` and `any`, and the values that a plan takes for them."""
 
     def __init__(self) -> None:
         self._answers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -34,10 +34,12 @@ class Conditions:
             self._answers[out] = operator.overloadpacket is _aten.all
 
     def answer(self, operator: OpOverload[Any, Any], args: Any) -> bool | None:
-        """The value that an operator would read; None if it reads none, or there is one.
+        """The constant to return for an operator that reads a meta tensor's value; None to run it as it is.
+
+        Only results of `all()` and `any()` have known values.
 
         Raises:
-            NotImplementedError: if it is unknown.
+            NotImplementedError: if the value is unknown.
         """
         packet = operator.overloadpacket
         if packet not in (*READS, *UNKNOWN_SHAPES) or not args[0].is_meta:

@@ -13,7 +13,7 @@ from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
-from flatfsdp.plan.any_model.places import Place
+from flatfsdp.plan.any_model.places import StepPlace
 
 BLOCK = 512
 """PyTorch's allocator on GPUs hands out multiples of so many bytes."""
@@ -28,16 +28,16 @@ class Allocation(NamedTuple):
 
     key: int
     nbytes: int
-    place: Place
+    place: StepPlace
 
 
 def key_of(tensor: Tensor) -> int:
-    """What a tensor's storage is known by, as long as it lives."""
+    """Address of the storage object: tensors in one memory have the same, as long as it lives."""
     return tensor.untyped_storage()._cdata
 
 
 def allocated(nbytes: int) -> int:
-    """What so many bytes take."""
+    """Bytes that the allocator takes for so many, in whole blocks."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
@@ -83,7 +83,7 @@ class LiveMemory:
         self._watched = {storage._cdata for storage in storages}
         self._look()
 
-    def see(self, tensors: Sequence[Tensor], place: Place) -> None:
+    def see(self, tensors: Sequence[Tensor], place: StepPlace) -> None:
         """Books what these tensors hold and nobody has seen."""
         self._look()
         for tensor in tensors:

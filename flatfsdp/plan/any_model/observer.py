@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.plan.any_model.conditions import Conditions
 from flatfsdp.plan.any_model.live_memory import LiveMemory
-from flatfsdp.plan.any_model.places import Place, Places
+from flatfsdp.plan.any_model.places import StepPlace, StepPlaces
 from flatfsdp.plan.any_model.work import StepWork
 
-_BUILDING = Place("", "build")
+_BUILDING = StepPlace("", "build")
 
 
-class Observer(TorchDispatchMode):
+class OperatorObserver(TorchDispatchMode):
     """Watches what runs inside.
 
     Attributes:
@@ -32,7 +32,7 @@ class Observer(TorchDispatchMode):
         self._memory = memory
         self._work = work
         self._conditions = Conditions()
-        self.places: Places | None = None
+        self.places: StepPlaces | None = None
 
     def __torch_dispatch__(
         self, operator: OpOverload[Any, Any], types: Any, args: Any = (), kwargs: Any = None

@@ -23,7 +23,7 @@ def move_to_meta(model: nn.Module) -> None:
 
 
 def _without_memory(tensor: T) -> T:
-    """The same in all but its values, with what modules have noted on it."""
+    """Copies a tensor to the meta device, with the attributes that modules have set on a parameter."""
     bare = tensor.detach().to(META)
     if not isinstance(tensor, nn.Parameter):
         return bare  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """Follows which unit of a model runs, forward or backward, through a step.
 
 In:   the units of a sharded model, by name.
-Out:  `Places.now`, which hooks keep up to date.
+Out:  `StepPlaces.now`, which hooks keep up to date.
 Next: `observer.py` books allocations and operators there.
 """
 
@@ -19,7 +19,7 @@ from flatfsdp.flat.nested import map_tensors
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Part of a step.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     phase: str
 
 
-class Places:
+class StepPlaces:
     """Follows a model through its steps.
 
     A unit's backward begins when the gradient of what it returned is there, and ends with that of what it was
@@ -45,7 +45,7 @@ class Places:
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        self.now = Place("", FORWARD)
+        self.now = StepPlace("", FORWARD)
         self._running: list[str] = []
         for name, unit in units.items():
             unit.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args))
@@ -53,8 +53,8 @@ class Places:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What runs inside belongs to this phase of the root, unless a unit says otherwise."""
-        before, self.now = self.now, Place("", phase)
+        """Context of a phase of the root; units that run inside have places of their own."""
+        before, self.now = self.now, StepPlace("", phase)
         try:
             yield
         finally:
@@ -64,13 +64,13 @@ class Places:
         # A checkpoint runs forwards again, in backward.
         if self.now.phase == FORWARD:
             self._running.append(name)
-            self.now = Place(name, FORWARD)
+            self.now = StepPlace(name, FORWARD)
             map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._end, name)), args)
 
     def _leave(self, name: str, out: Any) -> None:
         if self.now.phase == FORWARD:
             self._running.pop()
-            self.now = Place(self._running[-1] if self._running else "", FORWARD)
+            self.now = StepPlace(self._running[-1] if self._running else "", FORWARD)
             map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._begin, name)), out)
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[Tensor], None]) -> Tensor:
@@ -79,9 +79,9 @@ class Places:
         return tensor
 
     def _begin(self, name: str, _: Tensor) -> None:
-        self.now = Place(name, BACKWARD)
+        self.now = StepPlace(name, BACKWARD)
 
     def _end(self, name: str, _: Tensor) -> None:
         # What one unit was given may be what another one returned, whose backward has begun just now.
         if self.now.unit == name:
-            self.now = Place("", BACKWARD)
+            self.now = StepPlace("", BACKWARD)

@@ -19,7 +19,7 @@ from flatfsdp.contract.any_model import Loss
 from flatfsdp.engine.memory import ALWAYS, GroupSizes
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
-from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, Place
+from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, StepPlace
 from flatfsdp.plan.any_model.ranks import imagined_ranks
 from flatfsdp.plan.any_model.step import Traced, Training, trace
 from flatfsdp.plan.any_model.work import Load, total
@@ -33,7 +33,7 @@ from flatfsdp.policy import Precision
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What one unit takes; bytes and seconds of one rank.
+    """Memory and time of one unit; bytes and seconds of one rank.
 
     Attributes:
         name: empty for the root, which has all that is in no other unit.
@@ -106,7 +106,7 @@ def plan_model(
     The engine's own step runs on the meta device, where tensors have shapes and no memory: what it allocates
     is counted as a GPU would, every operator takes its operations or bytes over the rates of the machine, and
     what is sent is what the byte ledger says.  Attention is taken to be a fused kernel.  Conditions on values
-    are those of a plain batch: what is asked of all of a tensor holds, what is asked of any of it does not.
+    are those of a plain batch: `all` is True, and `any` is False.
 
     Args:
         build_model: builds the model, which is not sharded.  It is called with the meta device as the default
@@ -175,7 +175,7 @@ def _passing(traced: Traced) -> tuple[Line, ...]:
     held = traced.at_peak
     named = {name: nbytes for name, nbytes in held.items() if isinstance(name, str)}
     by_phase = {
-        phase: sum(n for place, n in held.items() if isinstance(place, Place) and place.phase == phase)
+        phase: sum(n for place, n in held.items() if isinstance(place, StepPlace) and place.phase == phase)
         for phase in (FORWARD, BACKWARD, OPTIMIZER)
     }
     lines = [
@@ -191,7 +191,7 @@ def _passing(traced: Traced) -> tuple[Line, ...]:
     return tuple(line for line in (*lines, Line("other", missing)) if abs(line.nbytes) >= SHOWN)
 
 
-def _moment(place: Place) -> str:
+def _moment(place: StepPlace) -> str:
     where = f" of {place.unit}" if place.unit else ""
     return "the optimizer's step" if place.phase == OPTIMIZER else f"the {place.phase}{where}"
 
@@ -211,7 +211,7 @@ def _units(traced: Traced, microbatches: int, link: Group, precision: Precision)
                 parameters=parameters,
                 between_steps=_nbytes(groups, "master shard") + _nbytes(groups, "compute shard"),
                 gathered=flat + _nbytes(groups, "transposed weights"),
-                saved=traced.at_peak.get(Place(name, FORWARD), 0),
+                saved=traced.at_peak.get(StepPlace(name, FORWARD), 0),
                 forward=total(traced.loads, [FORWARD], name).seconds / microbatches,
                 backward=total(traced.loads, [BACKWARD], name).seconds / microbatches,
                 gather=link.seconds(share(flat, link.size)),

@@ -34,9 +34,9 @@ from flatfsdp.microbatch import microbatches
 from flatfsdp.optim import AdamW
 from flatfsdp.plan.any_model.gpu_functions import GPUFunctions
 from flatfsdp.plan.any_model.live_memory import LiveMemory, allocated, key_of
-from flatfsdp.plan.any_model.observer import Observer
+from flatfsdp.plan.any_model.observer import OperatorObserver
 from flatfsdp.plan.any_model.on_meta import META, move_to_meta
-from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, Place, Places
+from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, StepPlace, StepPlaces
 from flatfsdp.plan.any_model.work import Load, StepWork
 from flatfsdp.plan.machine import Machine
 from flatfsdp.torch_private import backward_within_modes
@@ -44,7 +44,7 @@ from flatfsdp.torch_private import backward_within_modes
 
 @dataclass(frozen=True)
 class Training:
-    """What one rank does in a step; attributes as the arguments of `plan_model`."""
+    """A rank's step to plan; attributes as the arguments of `plan_model`."""
 
     build_model: Callable[[], nn.Module]
     batches: Sequence[Any]
@@ -58,7 +58,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was counted.
+    """Memory, work and traffic of one step on the meta device.
 
     Attributes:
         names: of the units, the root's own, which is empty, first.
@@ -78,9 +78,9 @@ class Traced:
     report: MemoryReport
     between_steps: int
     peak: int
-    at_peak: Mapping[str | Place, int]
-    peak_in: Place
-    loads: Mapping[Place, Load]
+    at_peak: Mapping[str | StepPlace, int]
+    peak_in: StepPlace
+    loads: Mapping[StepPlace, Load]
     sent: Mapping[str, int]
 
 
@@ -93,7 +93,7 @@ def trace(training: Training, machine: Machine) -> Traced:
         ValueError: as `shard`, and if the model returns no loss.
     """
     memory, work = LiveMemory(), StepWork(machine, training.recipe)
-    observer = Observer(memory, work)
+    observer = OperatorObserver(memory, work)
     with ExitStack() as stack:
         stack.enter_context(META)
         stack.enter_context(GPUFunctions())
@@ -123,7 +123,9 @@ def _form(batch: Any) -> tuple[Any, ...]:
 
 
 class _Run:
-    def __init__(self, training: Training, memory: LiveMemory, work: StepWork, observer: Observer) -> None:
+    def __init__(
+        self, training: Training, memory: LiveMemory, work: StepWork, observer: OperatorObserver
+    ) -> None:
         self._training = training
         self._memory = memory
         self._work = work
@@ -139,7 +141,7 @@ class _Run:
         units = {prefix.rstrip("."): unit for prefix, unit in units_in(self._model)}
         self._names = tuple(units)
         inner: dict[str, nn.Module] = {name: unit for name, unit in units.items() if name}
-        self._places = observer.places = Places(inner)
+        self._places = observer.places = StepPlaces(inner)
         # Shards were cut from whole parameters: their memory is behind the buffers' tensors, which stay.
         groups = [group for unit in units.values() for group in unit.fsdp_state.groups]
         memory.watch(
@@ -163,8 +165,8 @@ class _Run:
         between_steps = self._memory.live
         self._step()
         loads, sent, peak = self._work.by_place, dict(ledger.bytes), self._memory.peak
-        at_peak: dict[str | Place, int] = {}
-        places: list[Place] = []
+        at_peak: dict[str | StepPlace, int] = {}
+        places: list[StepPlace] = []
 
         def look() -> None:
             at_peak.update(self._held())
@@ -206,7 +208,7 @@ class _Run:
 
     @contextmanager
     def _standing_for(self, times: int) -> Iterator[None]:
-        """What is computed and sent inside counts so many times."""
+        """Context in which work and traffic count `times` times, for equal microbatches that are not run."""
         sent = self._model.fsdp_state.shared.ledger.bytes
         before, self._work.times = dict(sent), times
         yield
@@ -218,10 +220,10 @@ class _Run:
         recipe = self._training.recipe
         return nullcontext() if recipe is None else autocast(recipe=recipe)
 
-    def _held(self) -> dict[str | Place, int]:
+    def _held(self) -> dict[str | StepPlace, int]:
         """Bytes that are allocated now, by what they are for."""
         names = {key_of(tensor): name for name, tensor in self._named()}
-        held: dict[str | Place, int] = {}
+        held: dict[str | StepPlace, int] = {}
         for allocation in self._memory.allocations():
             name = names.get(allocation.key, allocation.place)
             held[name] = held.get(name, 0) + allocation.nbytes

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8 import DelayedScaling, Recipe
 from flatfsdp.plan.any_model import attention
-from flatfsdp.plan.any_model.places import Place
+from flatfsdp.plan.any_model.places import StepPlace
 from flatfsdp.plan.machine import Machine
 
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ WRITES_ON = ("wgrad_", "wgrad_fp8_", "adamw_", "sgd_", "accumulate_", "accumulat
 
 @dataclass
 class Load:
-    """What one place has to do in a step.
+    """Work of one place in a step.
 
     Attributes:
         gemms, attention, memory: seconds of a GPU.
@@ -65,7 +65,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """What a GPU needs for it."""
+        """Seconds that a GPU computes."""
         return self.gemms + self.attention + self.memory
 
 
@@ -80,7 +80,7 @@ class StepWork:
     def __init__(self, machine: Machine, recipe: Recipe | None) -> None:
         self._machine = machine
         self._recipe = recipe
-        self.by_place: dict[Place, Load] = defaultdict(Load)
+        self.by_place: dict[StepPlace, Load] = defaultdict(Load)
         self.times = 1
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class StepWork:
         self.by_place = defaultdict(Load)
 
     def add(
-        self, operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any], out: Any, place: Place
+        self, operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any], out: Any, place: StepPlace
     ) -> None:
         """Books one operator."""
         packet = operator.overloadpacket
@@ -134,7 +134,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _bytes(operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Read and written."""
+    """Bytes that a kernel for an operator reads and writes."""
     written = _nbytes(out)
     if operator.overloadpacket in ROWS_OF_A_TABLE:
         return 2 * written + _nbytes(args[1:])
@@ -147,8 +147,8 @@ def _bytes(operator: OpOverload[Any, Any], args: Any, kwargs: Mapping[str, Any],
     return sum(_nbytes(value) * (times if name in changed else 1) for name, value in given.items())
 
 
-def total(loads: Mapping[Place, Load], phases: Collection[str], unit: str | None = None) -> Load:
-    """What some phases of one unit, or of all units, have to do."""
+def total(loads: Mapping[StepPlace, Load], phases: Collection[str], unit: str | None = None) -> Load:
+    """Sum of the work of some phases, of one unit or of all units."""
     whole = Load()
     for place, load in loads.items():
         if place.phase in phases and (unit is None or place.unit == unit):

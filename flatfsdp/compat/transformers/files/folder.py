@@ -1,8 +1,8 @@
 """A folder of safetensors files: finding tensors, reading parts of them, writing files in any order.
 
-model.safetensors                                           one file
-    model-00001-of-00002.safetensors, ...,
-      model.safetensors.index.json                              several, and which tensor is in which
+    model.safetensors                   one file
+    model-00001-of-00002.safetensors    one of several
+    model.safetensors.index.json        which tensor is in which of these
 
 Format: https://huggingface.co/docs/safetensors; 8 bytes with the length of a JSON header, the header with
 dtype, shape and place of each tensor, then their bytes.

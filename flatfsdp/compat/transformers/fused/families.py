@@ -12,7 +12,7 @@ from torch import nn
 
 from flatfsdp.contract.mixed import innermost
 
-Part = Literal["layer", "attention", "mlp", "norm", "rotary", "embedding", "model", "head", "causal_lm"]
+PartKind = Literal["layer", "attention", "mlp", "norm", "rotary", "embedding", "model", "head", "causal_lm"]
 
 
 class Family(NamedTuple):
@@ -56,7 +56,7 @@ class Family(NamedTuple):
     output: str = "CausalLMOutputWithPast"
     transposed: bool = False
 
-    def find(self, part: Part) -> Any:
+    def find(self, part: PartKind) -> Any:
         """The class of a part; None if the family has none, or its module is not imported."""
         name = getattr(self, part)
         modeling = sys.modules.get(self.module)
@@ -111,7 +111,7 @@ FAMILIES = (
 )
 
 
-def family_of(module: nn.Module, part: Part) -> Family | None:
+def family_of(module: nn.Module, part: PartKind) -> Family | None:
     """The family in which a module is this part; None if there is none, or its forward was replaced."""
     kind = innermost(type(module))
     for family in FAMILIES:

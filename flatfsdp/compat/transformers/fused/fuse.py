@@ -13,8 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from flatfsdp.compat.transformers.fused.attention import FusedAttention
-from flatfsdp.compat.transformers.fused.families import FAMILIES, Family, Part, family_of
-from flatfsdp.compat.transformers.fused.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
+from flatfsdp.compat.transformers.fused.families import FAMILIES, Family, PartKind, family_of
+from flatfsdp.compat.transformers.fused.fused_part import (
+    FusedPart,
+    FusionState,
+    become,
+    is_fused,
+    name_of,
+    resign,
+)
 from flatfsdp.compat.transformers.fused.head import FusedCausalLM, FusedHead
 from flatfsdp.compat.transformers.fused.layer import FusedLayer
 from flatfsdp.compat.transformers.fused.mlp import FusedMLP
@@ -66,7 +73,7 @@ def fuse(
         ValueError: if the model is already fused or sharded, or has no part that can be fused.
     """
     _require_new(model)
-    fusion = Fusion(
+    fusion = FusionState(
         fp8,
         "if_claimed" if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation,
         head_chunk_tokens,
@@ -120,11 +127,11 @@ class _Found(NamedTuple):
     """A module, and its part in its family."""
 
     module: nn.Module
-    part: Part
+    part: PartKind
     family: Family
 
 
-_MIXINS: dict[Part, type[FusedPart]] = {
+_MIXINS: dict[PartKind, type[FusedPart]] = {
     "layer": FusedLayer,
     "attention": FusedAttention,
     "mlp": FusedMLP,
@@ -174,7 +181,7 @@ def _ends(model: Any, family: Family) -> Iterator[_Found]:
         yield _Found(table, "embedding", family)
 
 
-def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
+def _without_differing(found: list[_Found], fusion: FusionState) -> list[_Found]:
     """Drops the parts whose results the probe finds to differ from ours."""
     layers = {
         (each.family, id(config)): config
@@ -193,7 +200,7 @@ def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
     ]
 
 
-_NEEDS: dict[Part, tuple[Part, ...]] = {
+_NEEDS: dict[PartKind, tuple[PartKind, ...]] = {
     "layer": ("layer", "norm"),
     "attention": ("attention", "layer", "norm"),
     "mlp": ("mlp", "layer", "norm"),
@@ -207,8 +214,8 @@ _NEEDS: dict[Part, tuple[Part, ...]] = {
 """The parts that have to pass the probe for a part to be fused."""
 
 
-def _fuse_twin(twin: nn.Module, parts: set[Part]) -> None:
-    fusion = Fusion(fp8=False, fuse_wgrad_accumulation=False, head_chunk_tokens=None, speaks=False)
+def _fuse_twin(twin: nn.Module, parts: set[PartKind]) -> None:
+    fusion = FusionState(fp8=False, fuse_wgrad_accumulation=False, head_chunk_tokens=None, speaks=False)
     for each in _parts_in(twin):
         if each.part in parts:
             become(each.module, _MIXINS[each.part], each.family, fusion)

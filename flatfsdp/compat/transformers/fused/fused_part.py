@@ -1,4 +1,4 @@
-"""`FusedPart`: the base of all mixins for transformers' classes, and `Fusion`, the state of a fused model.
+"""`FusedPart`: base of all mixins for transformers' classes, and `FusionState`, the state of a fused model.
 
 Next: `layer.py`, `attention.py`, `mlp.py`, `head.py` and `small.py` derive from it.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.compat.transformers.fused.families import Family, Part
+from flatfsdp.compat.transformers.fused.families import Family, PartKind
 from flatfsdp.contract.mixed import Mixed, innermost, made_again, mix, unmix
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.matmul.linear_map import FuseWgrad
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Fusion:
+class FusionState:
     """The settings and log state of one fused model.
 
     Attributes:
@@ -37,7 +37,7 @@ class Fusion:
     head_chunk_tokens: int | None
     speaks: bool = True
     said: set[str] = field(default_factory=set)
-    left_out: set[tuple[str, Part]] = field(default_factory=set)
+    left_out: set[tuple[str, PartKind]] = field(default_factory=set)
 
     def say(self, what: str, reason: str) -> None:
         """Logs once that a part is left to transformers, and why."""
@@ -50,7 +50,7 @@ class Fusion:
 class FusedPart(Mixed):
     """Mixin of a module of transformers that our kernels compute."""
 
-    _fusion: Fusion
+    _fusion: FusionState
     _family: Family
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -60,7 +60,7 @@ class FusedPart(Mixed):
         return made_again(self, state)
 
 
-def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fusion) -> None:
+def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: FusionState) -> None:
     """Fuses one module in place."""
     mix(module, mixin)
     vars(module)["_fusion"], vars(module)["_family"] = fusion, family

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused.attention import FusedAttention
-from flatfsdp.compat.transformers.fused.families import Part
+from flatfsdp.compat.transformers.fused.families import PartKind
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.fused.mlp import FusedMLP
 from flatfsdp.compat.transformers.fused.small import FusedNorm
@@ -111,7 +111,7 @@ class FusedLayer(FusedPart, nn.Module):
         out, summed = mlp.run(branch, residual, norm, maps)
         return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), True)
 
-    def _say(self, part: Part, half: nn.Module, reason: str) -> None:
+    def _say(self, part: PartKind, half: nn.Module, reason: str) -> None:
         """Logs why a half is left to transformers, unless its family or the probe left it out."""
         is_left_out = (self._family.name, part) in self._fusion.left_out or not getattr(self._family, part)
         if not is_left_out:

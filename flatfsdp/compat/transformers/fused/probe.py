@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.fused.families import Family, Part
+from flatfsdp.compat.transformers.fused.families import Family, PartKind
 
 TOLERANCE = 1e-5
 """Largest relative error of results and gradients, in Frobenius norms; in FP32 our kernels differ by 1e-6."""
 
 BATCH, SEQUENCE, VOCABULARY = 2, 8, 48
 
-Fusing = Callable[[nn.Module, set[Part]], None]
+Fusing = Callable[[nn.Module, set[PartKind]], None]
 """Fuses these parts of a twin in place."""
 
 
-def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[Part, str]:
+def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[PartKind, str]:
     """The parts that must not be fused, with reasons."""
-    found: dict[Part, str] = {}
+    found: dict[PartKind, str] = {}
     with _apart():
         try:
             tiny = _shrunk(config)
@@ -40,7 +40,7 @@ def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[Part, str
             model = family.find("causal_lm")(tiny)
         except Exception as error:
             return {"layer": f"no small one can be made to compare with ({error!r})"}
-        parts: tuple[Part, ...] = ("norm", "attention", "mlp") if family.mlp else ("norm", "attention")
+        parts: tuple[PartKind, ...] = ("norm", "attention", "mlp") if family.mlp else ("norm", "attention")
         for part in parts:
             if reason := _compared(twin, {"norm", "rotary", "layer", part}, fuse_parts, _run_layer):
                 found[part] = reason
@@ -103,7 +103,7 @@ def _shrunk(config: Any) -> Any:
 
 
 def _compared(
-    twin: nn.Module, parts: set[Part], fuse_parts: Fusing, run: Callable[[Any], Tensor]
+    twin: nn.Module, parts: set[PartKind], fuse_parts: Fusing, run: Callable[[Any], Tensor]
 ) -> str | None:
     """The error of results and gradients if `parts` are fused, as a message; None if it is small enough."""
     twin = twin.train().float()

@@ -16,9 +16,9 @@ from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.norm import norm
 from flatfsdp.layers.normalized import NormKind
 
-Tables = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 
-_TABLES = Attribute[Tables | None]("_flatfsdp_tables", None)
+_TABLES = Attribute[CosSin | None]("_flatfsdp_tables", None)
 """Attached to the cosines of a forward: cosines and sines, FP32 [rows, head_dim / 2]."""
 
 
@@ -58,7 +58,7 @@ class FusedEmbedding(FusedPart, nn.Embedding):
 class FusedRotary(FusedPart, nn.Module):
     """Cosines and sines of transformers, computed once per forward, with FP32 copies attached."""
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
+    def forward(self, x: Tensor, position_ids: Tensor) -> CosSin:
         """Cosines and sines in x's dtype, [1 or batch, seq, head_dim] each."""
         plain = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
         cos, sin = (each.to(x.dtype) for each in plain)
@@ -66,7 +66,7 @@ class FusedRotary(FusedPart, nn.Module):
         return cos, sin
 
 
-def tables_of(position_embeddings: Tables) -> Tables:
+def tables_of(position_embeddings: CosSin) -> CosSin:
     """Cosines and sines, FP32 [rows, head_dim / 2]: for all positions, or all tokens if sequences differ.
 
     Args:
@@ -77,7 +77,7 @@ def tables_of(position_embeddings: Tables) -> Tables:
     return _halves(*position_embeddings) if kept is None else kept
 
 
-def _halves(cos: Tensor, sin: Tensor) -> Tables:
+def _halves(cos: Tensor, sin: Tensor) -> CosSin:
     half = cos.shape[-1] // 2
     first, second = (each[..., :half].float().reshape(-1, half).contiguous() for each in (cos, sin))
     return first, second

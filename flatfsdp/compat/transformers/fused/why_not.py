@@ -22,7 +22,7 @@ from flatfsdp.layers.linear import Linear
 _hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 
-Facts = list[Any]
+PartFacts = list[Any]
 
 
 class Checked(NamedTuple):
@@ -35,18 +35,18 @@ class Checked(NamedTuple):
         has_last: whether the last projection is fused, too, or called as a module.
     """
 
-    facts: Facts
+    facts: PartFacts
     reason: str | None
     packs: tuple[Pack, ...]
     has_last: bool = True
 
 
-def facts_of(modules: Iterable[nn.Module]) -> Facts:
+def facts_of(modules: Iterable[nn.Module]) -> PartFacts:
     """The facts that reasons depend on, as a comparable list; includes the bases of LoRA.
 
     It runs several times per layer and call, so it only looks at dictionaries.
     """
-    found: Facts = []
+    found: PartFacts = []
     for module in modules:
         state = module.__dict__
         before, after, of_grad, before_grad = _hooks_in(state)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flatfsdp.plan.any_model.live_memory import BLOCK, LiveMemory, allocated
-from flatfsdp.plan.any_model.places import FORWARD, Place
+from flatfsdp.plan.any_model.places import FORWARD, StepPlace
 
-HERE = Place("layer", FORWARD)
+HERE = StepPlace("layer", FORWARD)
 META = torch.device("meta")
 
 

@@ -18,8 +18,8 @@ from flatfsdp.layers import (
     TransformerLayer,
 )
 from flatfsdp.layers.base import MatmulLayer
+from flatfsdp.layers.layer_options import AttentionOptions, BlockOptions, LinearOptions
 from flatfsdp.layers.normalized import NormKind
-from flatfsdp.layers.options import AttentionOptions, BlockOptions, LinearOptions
 
 LAYERS: dict[str, tuple[Callable[..., nn.Module], type]] = {
     "Linear": (partial(Linear, 16, 16), LinearOptions),

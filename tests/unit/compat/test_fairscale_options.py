@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatfsdp.compat.fairscale import FSDP, ProcessGroupName
-from flatfsdp.compat.fairscale.options import (
+from flatfsdp.compat.fairscale.fairscale_options import (
     choose_cpu_offload,
     choose_precision,
     default_predivide_factor,

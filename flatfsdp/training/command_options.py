@@ -31,7 +31,7 @@ Data = Annotated[
         show_default=False,
     ),
 ]
-Ranks = Annotated[
+NumRanks = Annotated[
     int | None,
     typer.Option(min=1, help="Processes to start; 2 if left out. Under torchrun: torchrun's own."),
 ]
@@ -58,4 +58,4 @@ DPReplicate = Annotated[int, typer.Option(min=1, help="Replicas of each set of s
 Zero = Annotated[int, typer.Option(min=2, max=3, help="3 reshards parameters after forward.")]
 OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of GEMMs.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Run microbatches as CUDA graphs; on GPUs.")]
-FP8Weights = Annotated[bool, typer.Option(help="Keep weights in FP8 in the flat buffers.")]
+KeepFP8Weights = Annotated[bool, typer.Option(help="Keep weights in FP8 in the flat buffers.")]
