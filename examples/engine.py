@@ -70,10 +70,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # ---- where gradients land --------------------------------------------------------------------------------
 class MainGrad:
-    """Sums a unit's gradients over microbatches, in the flat buffer that reduce-scatter will read.
-
-    `flat` is a buffer of this length; `cut` makes the places where gradients land, one for each leaf.
-    """
+    """Sums gradients over microbatches, at the places that `cut` makes of a flat buffer: one a leaf."""
 
     def __init__(self, flat: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> None:
         self.flat, self.cut = flat, cut
