@@ -1,4 +1,4 @@
-"""`demo`: seven rows of `verify` that take less than a minute on two CPU cores.
+"""`demo`: five rows of `verify` that take less than a minute on two CPU cores.
 
 In:   nothing; sizes and rows are fixed.
 Out:  a line a row on stderr, and one sentence about all of them.

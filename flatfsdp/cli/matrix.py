@@ -30,8 +30,6 @@ ON_GPUS = Settings(
 FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
 PIPELINES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
-"""Switches that a matrix supports."""
-
 
 def all_rows() -> list[Configuration]:
     """Lists the rows for 8 ranks, in bf16 and FP8 and with every schedule, and their halves for 4 and 2.

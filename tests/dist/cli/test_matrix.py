@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flatfsdp import Precision
 from flatfsdp.cli.app import app
-from flatfsdp.cli.matrix import FP8, IN_PLACE, all_rows, matrix_plan
+from flatfsdp.cli.matrix import FP8, all_rows, matrix_plan
 from flatfsdp.cli.report import left_out_lines
 from flatfsdp.cli.verify import rows_on_rank
 from flatfsdp.comm.launch import Device, Rank
@@ -22,7 +22,7 @@ from flatfsdp.fp8 import BlockScaling, CurrentScaling
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
-from flatfsdp.parity import Comparison, Switch
+from flatfsdp.parity import Comparison
 from flatfsdp.training.choices import Fusion
 from flatfsdp.training.settings import Configuration
 from tests.support.ranks import run_ranks
@@ -31,10 +31,8 @@ KINDS = ["losses", "gradients", "parameters", "optimizer state"]
 STEPS = 3
 
 
-def compared(
-    rank: int, world_size: int, words: list[str], file: Path, switch: Switch = Switch.flag, **given: int
-) -> list[Comparison]:
-    options = {"only": words, "steps": STEPS, "switch": [switch], **given}
+def compared(rank: int, world_size: int, words: list[str], file: Path) -> list[Comparison]:
+    options = {"only": words, "steps": STEPS}
     plan = matrix_plan(Device.cpu, world_size, options)
     return rows_on_rank(Rank(rank, world_size, torch.device("cpu")), (plan, plan.empty_report(), file)).rows
 
@@ -98,24 +96,6 @@ def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
     assert "2 layers cannot be split into 4 stages" in reasons
     fused = [row.configuration for row in matrix_plan(Device.cpu, 2, {"fusion": [Fusion.two_pass]}).rows]
     assert {(row.parallelism, row.schedule) for row in fused} == {(Parallelism(pp=2), "interleaved")}
-
-
-def test_the_rows_in_place_are_there() -> None:
-    plans = [matrix_plan(Device.cpu, ranks, {"switch": [Switch.in_place]}) for ranks in (2, 4, 8)]
-    names = [row.configuration.name for plan in plans for row in plan.rows]
-    assert sorted(names) == sorted(IN_PLACE)
-    assert [len(plan.rows) for plan in plans] == [5, 5, 2]
-
-
-@pytest.mark.parametrize(("world_size", "number"), [(2, 2), (4, 1)])
-def test_rows_in_place_are_equal_to_wrapped_ones(world_size: int, number: int, tmp_path: Path) -> None:
-    words = ["pp 2, interleaved, bf16", "tp 2 + SP, fp8-weights", "pp 2 x dp_shard 2, 1f1b, fp8-delayed"]
-    rows = run_ranks(world_size, compared, words, tmp_path / "verify.json", Switch.in_place)[0]
-    assert len(rows) == number
-    for found in rows:
-        assert found.differences == {kind: [] for kind in KINDS}
-        assert found.on.losses == found.off.losses
-        assert found.on.falling
 
 
 def stops(rank: int, world_size: int, file: Path) -> None:
@@ -200,8 +180,7 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--switch", "fusion"], "choose --switch flag or --switch in-place"),
-        (["--switch", "flag", "--switch", "in-place"], "choose --switch flag or --switch in-place"),
+        (["--switch", "flag", "--switch", "fusion"], "leave --switch out"),
         (["--only", "pp 3"], "no row of the matrix can run here"),
         (["--ranks", "3"], "they need 4 ranks"),
         (["--steps", "0"], "--steps"),

@@ -57,7 +57,7 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
     rows = written(tmp_path)["rows"]
     names = [(row["precision"], row["switch"], row["fusion"]) for row in rows]
     flag = [("flag", "wgrad off"), ("flag", "wgrad two-pass"), ("flag", "")]
-    fp8 = [*flag, ("in-place", ""), ("fusion", ""), ("cache", "")]
+    fp8 = [*flag, ("fusion", ""), ("cache", "")]
     assert names == [
         *(("fp8-delayed", *row) for row in fp8),
         *(("fp8-weights", *row) for row in (*fp8[:-1], ("storage", ""))),
@@ -90,30 +90,6 @@ def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
     assert f"fp32, zero3, flag off / flag on, gradients: first difference on {gradients}" in " ".join(
         done.stdout.split()
     )
-
-
-def test_in_place_equals_wrapped(tmp_path: Path) -> None:
-    options = ("--switch", "in-place", "--strategy", "dp", "--strategy", "zero2", "--strategy", "zero3")
-    done = verify(tmp_path, "--steps", "3", "--precision", "fp32", "--precision", "bf16-fused", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = written(tmp_path)["rows"]
-    assert len(rows) == 6
-    for row in rows:
-        assert row["differences"] == {kind: [] for kind in KINDS}
-        assert row["off"]["losses"] == row["on"]["losses"]
-        assert row["off"]["grad_norms"] == row["on"]["grad_norms"]
-        assert row["off"]["bytes_per_parameter"] == row["on"]["bytes_per_parameter"]
-    assert "in place" in done.stdout
-
-
-def test_one_damaged_bit_in_place_is_noticed(tmp_path: Path) -> None:
-    """Both forms give the same evidence under the same names."""
-    options = ("--switch", "in-place", "--precision", "fp32", "--strategy", "zero3")
-    done = verify(tmp_path, "--steps", "2", "--self-test", *options)
-    assert done.returncode == 1
-    (row,) = written(tmp_path)["rows"]
-    gradients = row["differences"]["gradients"][-1]
-    assert gradients.startswith("rank 1: step 1, ") and " 1 of " in gradients
 
 
 def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
@@ -172,7 +148,7 @@ def test_switches_that_make_no_difference_are_refused(tmp_path: Path) -> None:
     result = runner.invoke(app, ["verify", "--device", "cpu", *useless, "--out", str(out)])
     assert result.exit_code == 2 and "--switch storage: no weights are stored in FP8" in result.output
     result = runner.invoke(app, ["verify", "--matrix", "--switch", "replay", "--out", str(out)])
-    assert result.exit_code == 2 and "choose --switch flag or --switch in-place" in result.output
+    assert result.exit_code == 2 and "leave --switch out" in result.output
     assert not out.exists()
 
 
