@@ -88,5 +88,5 @@ def require_mixable(module: nn.Module, mixin: type[_Sharded]) -> None:
     except TypeError as error:
         raise TypeError(
             f"{type(module).__name__} cannot be sharded in place, because no class can be derived from it "
-            f"without arguments ({error}); wrap the module with FlatFSDP"
+            f"without arguments ({error}); give them defaults in its __init_subclass__"
         ) from error

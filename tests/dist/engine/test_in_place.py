@@ -1,4 +1,4 @@
-"""`shard`: a model stays the same object, and trains with the bits of the wrapper."""
+"""`shard`: a model stays the same object, with its class, names and methods."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from flatfsdp import (
     register_forward_method,
     shard,
 )
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
 from tests.support import stored_weights
@@ -54,40 +55,7 @@ def trained(model: Any, rank: int, optimizer: torch.optim.Optimizer | None = Non
     return losses
 
 
-# ---- the wrapper's bits ---------------------------------------------------------------------------------
-
 BF16 = Precision(compute=torch.bfloat16)
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"reshard_after_forward": False},
-    REPLICATED,
-    {"precision": BF16},
-    {"grad_sync": "every", "debug": Debug(poison_on_free=True)},
-]
-
-
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("options", WAYS, ids=str)
-@on_ranks(1, 2)
-def test_the_same_bits_as_wrapped(rank: int, flag: bool, options: dict[str, Any]) -> None:
-    options = {**placed(options), "optimize_backward_concat": flag}
-    ours = in_place(**options)
-    wrapped = auto_wrap(plain_net(), by_class(Block), **options)
-    for a, b in zip(trained(ours, rank), trained(wrapped, rank), strict=True):
-        assert torch.equal(a, b)
-    assert equal(ours.state_dict(), wrapped.state_dict())
-
-
-@on_ranks(2)
-def test_the_same_bits_with_weights_that_are_stored_in_fp8(rank: int) -> None:
-    precision = Precision(fp8_weights=stored_weights.RECIPE)
-    ours, wrapped = (
-        make(seeded(stored_weights.Net), by_class(FP8Block), precision=precision)
-        for make in (shard, partial(auto_wrap, optimize_backward_concat=True))
-    )
-    losses, theirs = stored_weights.train(ours, rank), stored_weights.train(wrapped, rank)
-    assert all(map(torch.equal, losses, theirs))
-    assert equal(dict(ours.state_dict()), dict(wrapped.state_dict()))
 
 
 # ---- what stays -----------------------------------------------------------------------------------------
@@ -390,7 +358,7 @@ def test_what_is_listed_freezes_and_trains(rank: int, flag: bool) -> None:
 
 @on_ranks(2)
 def test_hooks_of_flat_parameters_run_or_raise(rank: int) -> None:
-    model, seen = FlatFSDP(plain_net(), optimize_backward_concat=False), []
+    model, seen = FullyShardedDataParallel(plain_net()), []
     model.flat_param.register_post_accumulate_grad_hook(lambda flat: seen.append(flat.grad.shape))
     model(TOKENS).backward()
     assert seen == [model.flat_param.shape]
@@ -449,11 +417,11 @@ def test_nothing_has_changed_when_shard_raises() -> None:
     model = nn.Sequential(Odd(), nn.Linear(2, 2))
     model[0].weight = nn.Parameter(torch.ones(2))
     before = dict(model.named_parameters())
-    with pytest.raises(TypeError, match="no class can be derived"):
-        shard(model)
-    assert dict(model.named_parameters()).keys() == before.keys()
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    FlatFSDP(model, optimize_backward_concat=False)
+    for make in (shard, FlatFSDP):
+        with pytest.raises(TypeError, match="no class can be derived"):
+            make(model)
+        assert dict(model.named_parameters()).keys() == before.keys()
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
     with pytest.raises(ValueError, match=r"the result of torch\.compile"):
         shard(torch.compile(nn.Linear(2, 2)))
 
