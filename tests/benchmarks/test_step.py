@@ -36,22 +36,18 @@ def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str,
 def test_engines_are_measured_and_train_alike(tmp_path: Path) -> None:
     payload = run_benchmark(tmp_path, "--shape", "tiny")
     rows = {row["name"]: row for row in payload["rows"]}
-    assert list(rows) == ["flat-off", "flat-on", "flat-in-place", "fsdp2", "fairscale"]
+    assert list(rows) == ["flat-off", "flat-on", "fsdp2", "fairscale"]
     assert "needs CUDA" in rows["fairscale"]["skipped"] or "not installed" in rows["fairscale"]["skipped"]
 
     losses = {}
-    for name in ("flat-off", "flat-on", "flat-in-place", "fsdp2"):
+    for name in ("flat-off", "flat-on", "fsdp2"):
         assert rows[name]["ms"] > 0 and rows[name]["time_vs_fsdp2"] > 0
         # The first engine is measured again at the end.
         assert len(rows[name]["runs"]) == (2 if name == "flat-off" else 1)
         losses[name] = rows[name]["runs"][0]["losses"]
         assert len(losses[name]) == WARMUP + STEPS and all(map(math.isfinite, losses[name]))
     assert losses["flat-on"] == losses["flat-off"] == rows["flat-off"]["runs"][1]["losses"]
-    assert losses["flat-in-place"] == losses["flat-on"]
     assert payload["same_losses"] == {"eager": True}
-    reported = {name: rows[name]["runs"][0]["reported_gib"] for name in ("flat-on", "flat-in-place")}
-    # Equal except for the optimizer's step counts, of which there is one for each parameter.
-    assert reported["flat-in-place"] == pytest.approx(reported["flat-on"], rel=1e-3)
     assert losses["fsdp2"] == pytest.approx(losses["flat-on"], rel=1e-4)
     assert losses["fsdp2"][-1] < losses["fsdp2"][0]
 

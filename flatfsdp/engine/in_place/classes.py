@@ -63,13 +63,13 @@ class FlatFSDPPart(_Sharded):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(_COPIED)
+        raise TypeError(COPIED)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(_COPIED)
+        raise TypeError(COPIED)
 
 
-_COPIED = (
+COPIED = (
     "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
     "ranks; copy it before sharding, or save its state_dict()"
 )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from flatfsdp.engine.in_place.classes import COPIED
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import misfit
@@ -19,6 +20,13 @@ from flatfsdp.flat.layout import ParamSlot
 
 _Taken = list[tuple[str, MasterShard, ParamSlot, nn.Parameter | None]]
 """Parameters of a module: name of the attribute, place in a shard, and what the module lists, if anything."""
+
+
+class _Hook(partial[None]):
+    """A hook of a unit's module; through it a copy of the module would have a copy of the engine."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(COPIED)
 
 
 def follow_state_dicts(state: Unit) -> None:
@@ -31,8 +39,8 @@ def follow_state_dicts(state: Unit) -> None:
             for site in sites:
                 taken.setdefault(site.module, []).append((site.attribute, group.master, slot, listed))
     for module, parameters in taken.items():
-        module.register_state_dict_pre_hook(partial(_refuse_parts, state))
-        module.register_load_state_dict_pre_hook(partial(_load, state, parameters))
+        module.register_state_dict_pre_hook(_Hook(_refuse_parts, state))
+        module.register_load_state_dict_pre_hook(_Hook(_load, state, parameters))
 
 
 def _refuse_parts(state: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -31,9 +31,9 @@ class Engine(DeepSpeedEngine):
 @pytest.mark.parametrize("kind", [DeepSpeedEngine, Engine])
 def test_engines_of_other_libraries_are_known_by_name(kind: type[DeepSpeedEngine]) -> None:
     with pytest.raises(ValueError, match="DeepSpeedEngine around a model that FlatFSDP has sharded"):
-        kind(nn.Sequential(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)))
+        kind(nn.Sequential(FlatFSDP(nn.Linear(2, 2))))
     with pytest.raises(ValueError, match=r"0 is in the hands of DeepSpeedEngine.*plain module"):
-        FlatFSDP(nn.Sequential(kind(nn.Linear(2, 2))), optimize_backward_concat=False)
+        FlatFSDP(nn.Sequential(kind(nn.Linear(2, 2))))
     kind(nn.Linear(2, 2))
 
 
@@ -43,8 +43,9 @@ def test_the_interface_of_fairscale_is_no_other_engine() -> None:
 
 
 def test_copies_of_a_module_belong_to_no_unit() -> None:
-    plain = nn.Sequential(nn.Linear(2, 2))
-    FlatFSDP(nn.Sequential(plain), optimize_backward_concat=True)
+    # Parts, which have parameters, refuse to be copied.
+    plain = nn.Sequential(nn.ReLU())
+    FlatFSDP(nn.Sequential(nn.Linear(2, 2), plain))
     copies = [copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))]
     assert [is_owned(each) for each in (plain, *copies)] == [True, False, False]
 
@@ -56,15 +57,15 @@ def test_hooks_of_the_process_are_installed_once() -> None:
             len(optimizers_of_torch._global_optimizer_pre_hooks),
         )
 
-    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
+    FlatFSDP(nn.Linear(2, 2))
     before = installed()
-    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
+    FlatFSDP(nn.Linear(2, 2))
     assert installed() == before
     assert min(before) >= 1
 
 
 def test_an_optimizer_that_has_no_parameter_of_a_unit_steps() -> None:
-    FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
+    FlatFSDP(nn.Linear(2, 2))
     weight = nn.Parameter(torch.ones(2, 2))
     groups = [{"params": [], "weight_decay": 0.1}, {"params": [weight], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -178,7 +179,8 @@ def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: t
         loss_of(net, x, alone).backward()
     for mine, plain in zip(model.module.layers, net.layers, strict=True):
         (group,) = mine.fsdp_state.groups
-        views = group.layout.views(group.master.flat.grad)
+        (joint,) = group.master.grads
+        views = group.layout.views(joint)
         for slot, grad in zip(group.layout.slots, views, strict=True):
             expected = plain.get_parameter(slot.name).grad
             expected = torch.zeros(slot.shape) if expected is None else expected
@@ -411,7 +413,9 @@ def test_a_model_with_packs_is_freed(flag: bool) -> None:
     assert [each() for each in alive] == [None, None]
 
 
-def test_a_copied_layer_has_parameters_of_its_own() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_layer_of_a_unit_is_not_copied(copied: Any) -> None:
+    """A copy of a layer that is called by nobody but its unit would have a copy of the engine."""
     layer = wrapped(True).module.layers[0].module.qkv
-    assert is_packed(layer, "qkv_weight")
-    assert not is_packed(copy.deepcopy(layer), "qkv_weight")
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*copy it before sharding"):
+        copied(layer)

@@ -10,15 +10,14 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.engine.memory import MemoryReport
 from flatfsdp.engine.replay.replayed import keep_addresses
 from flatfsdp.engine.units import root_of
+from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
 
 
 def build(*, in_fp8: bool, compute: torch.dtype = torch.bfloat16) -> FlatFSDP:
     precision = Precision(compute=compute, fp8_weights=CurrentScaling() if in_fp8 else None)
-    return auto_wrap(
-        seeded(partial(Stack, blocks=3)), by_class(Block), precision=precision, optimize_backward_concat=False
-    )
+    return auto_wrap(seeded(partial(Stack, blocks=3)), by_class(Block), precision=precision)
 
 
 def total(report: MemoryReport, buffer: str) -> int:
@@ -31,9 +30,13 @@ def test_bytes_of_each_kind_of_buffer() -> None:
     with autocast(recipe=CurrentScaling()):
         model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
     report = model.memory_report(optimizer)
-    flats = [(name, flat.numel()) for name, flat in model.named_parameters()]
-    numel = sum(size for _, size in flats)
-    in_fp8 = sum(size for name, size in flats if name.endswith("fp8_flat_param"))
+    groups = root_of(model.module).groups
+    numel = sum(group.master.flat.numel() for group in groups)
+    in_fp8 = sum(group.master.flat.numel() for group in groups if group.layout.role is Role.FP8)
+    parameters = list(model.parameters())
+    # Shards have padding, which is no parameter's.
+    shards = sum(parameter.numel() for parameter in parameters)
+    assert 0 < in_fp8 < shards <= numel
     assert total(report, "master shard") == 4 * numel
     assert total(report, "compute shard") == in_fp8 + 2 * (numel - in_fp8)
     assert total(report, "transposed weights") == in_fp8
@@ -41,8 +44,8 @@ def test_bytes_of_each_kind_of_buffer() -> None:
     assert total(report, "optimizer state") == 0
     optimizer.step()
     report = model.memory_report(optimizer)
-    # Two moments, and a step count a flat parameter.
-    assert total(report, "optimizer state") == 8 * numel + 4 * len(flats)
+    # Two moments, and a step count a parameter.
+    assert total(report, "optimizer state") == 8 * shards + 4 * len(parameters)
     assert report.static == sum(
         total(report, buffer) for buffer in ("master shard", "compute shard", "optimizer state")
     )
@@ -53,7 +56,7 @@ def test_what_replays_keep_is_there_always() -> None:
     model = build(in_fp8=True)
     before = model.memory_report()
     for is_summed in (False, True):
-        keep_addresses(root_of(model), of_sums=is_summed)
+        keep_addresses(root_of(model.module), of_sums=is_summed)
         report = model.memory_report()
         kept = [row for row in report.rows if row.buffer.endswith(", for replays")]
         assert {row.lives for row in kept} == {"always"}
@@ -75,7 +78,7 @@ class Pool:
 def test_the_pool_of_recordings_is_a_row_while_it_is_there() -> None:
     model = build(in_fp8=False)
     before, empty, pool = model.memory_report(), Pool(0), Pool(7)
-    root_of(model).pools.update((empty, pool))
+    root_of(model.module).pools.update((empty, pool))
     report = model.memory_report()
     assert report.rows[:-1] == before.rows
     row = report.rows[-1]
