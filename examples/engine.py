@@ -68,43 +68,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# ---- where gradients land --------------------------------------------------------------------------------
-class MainGrad:
-    """Sums gradients over microbatches, at the places that `cut` makes of a flat buffer: one a leaf."""
-
-    def __init__(self, flat: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> None:
-        self.flat, self.cut = flat, cut
-        self.total: Tensor | None = None
-
-    def open(self) -> Tensor:
-        """Allocates the buffer at the first gradient of a step: until then, forwards have the memory."""
-        if self.total is None:
-            # In FP32 whatever the layers compute in: in bf16, 256 + 1 is 256.
-            self.total = torch.empty_like(self.flat, dtype=torch.float32)
-            self.places = self.cut(self.total)
-            self.written: set[int] = set()
-        return self.total
-
-    def land(self, number: int, grad: Tensor) -> None:
-        """Adds the gradient of one microbatch at its place."""
-        self.open()
-        if number in self.written:
-            self.places[number].add_(grad)
-        else:
-            # The first write copies, so nobody has to fill the buffer with zeros.
-            self.places[number].copy_(grad)
-            self.written.add(number)
-
-    def take(self) -> Tensor:
-        """Hands the buffer over.  The next step gets another one, as this one is still to be sent."""
-        total, self.total = self.open(), None
-        for number, place in enumerate(self.places):
-            if number not in self.written:
-                # Padding, or not used in this step: undefined memory, which would be sent.
-                place.zero_()
-        return total
-
-
 # ---- how parameters come and go --------------------------------------------------------------------------
 class Unit:
     """Parameters of one module, which come and go together.  The module has to return one tensor."""
@@ -186,6 +149,43 @@ class Unit:
             # in this backward reads the weights any more.
             self.reshard()
             self.completed()
+
+
+# ---- where gradients land --------------------------------------------------------------------------------
+class MainGrad:
+    """Sums gradients over microbatches, at the places that `cut` makes of a flat buffer: one a leaf."""
+
+    def __init__(self, flat: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> None:
+        self.flat, self.cut = flat, cut
+        self.total: Tensor | None = None
+
+    def open(self) -> Tensor:
+        """Allocates the buffer at the first gradient of a step: until then, forwards have the memory."""
+        if self.total is None:
+            # FP32, also for layers that compute in bf16, where 256 + 1 is 256.
+            self.total = torch.empty_like(self.flat, dtype=torch.float32)
+            self.places = self.cut(self.total)
+            self.written: set[int] = set()
+        return self.total
+
+    def land(self, number: int, grad: Tensor) -> None:
+        """Adds the gradient of one microbatch at its place."""
+        self.open()
+        if number in self.written:
+            self.places[number].add_(grad)
+        else:
+            # The first write copies, so nobody has to fill the buffer with zeros.
+            self.places[number].copy_(grad)
+            self.written.add(number)
+
+    def take(self) -> Tensor:
+        """Hands the buffer over.  The next step gets another one, as this one is still to be sent."""
+        total, self.total = self.open(), None
+        for number, place in enumerate(self.places):
+            if number not in self.written:
+                # Padding, or not used in this step: undefined memory, which would be sent.
+                place.zero_()
+        return total
 
 
 # ---- when gradients are sent -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.transparent import unwrapped
 
 FSDP_STATE = Attribute[Any]("fsdp_state", None)
 """Engine state of a sharded module (`engine/units.py`); None for any other module."""
@@ -50,5 +51,5 @@ def is_owned(module: nn.Module) -> bool:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether the engine keeps the parameters of `module` in flat shards."""
-    return FSDP_STATE.name in vars(module)
+    """Whether the engine keeps the parameters of `module`, or of the module that it wraps, in flat shards."""
+    return FSDP_STATE.name in vars(unwrapped(module))

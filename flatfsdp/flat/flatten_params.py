@@ -320,7 +320,7 @@ class _FlatViews(torch.autograd.Function):
 
     @staticmethod
     def forward(flat: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
-        """Calls the wrapped module with views of the flat parameters."""
+        """Detached views of `flat`, one a slot."""
         return tuple(view.detach() for view in layout.views(flat.detach()))
 
     @staticmethod
