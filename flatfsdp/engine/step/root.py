@@ -224,7 +224,7 @@ class Root:
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
-                    f"the flat parameter of unit {group.name} was given other memory (p.data = ..., "
+                    f"a parameter of unit {group.name} was given other memory (p.data = ..., "
                     "vector_to_parameters), from which nothing is gathered; write into it instead: "
                     "p.data.copy_(...)"
                 )

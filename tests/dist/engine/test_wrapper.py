@@ -1,0 +1,258 @@
+"""`FlatFSDP` and `auto_wrap`: a module around a sharded one adds no name and no bit, and hides no check."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from flatfsdp import (
+    Debug,
+    FlatFSDP,
+    Precision,
+    auto_wrap,
+    by_class,
+    checkpoint,
+    microbatches,
+    param_groups,
+    shard,
+)
+from flatfsdp.contract.transparent import unwrapped
+from flatfsdp.engine.units import units_in
+from tests.support import stored_weights
+from tests.support.against_plain import plain_net
+from tests.support.checkpoints import equal
+from tests.support.fp8_layers import Block as FP8Block
+from tests.support.fp8_layers import seeded
+from tests.support.meshes import REPLICATED, placed
+from tests.support.models import Block, Net, data
+from tests.support.ranks import on_ranks
+
+POLICY = by_class(Block, nn.Linear)
+"""Picks blocks and the layers inside, so that wrappers are nested."""
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+class Counting(Net):
+    """A model with a buffer, and a tied layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = self.head
+
+
+def trained(model: Any, rank: int) -> list[Tensor]:
+    """Losses of two steps of three microbatches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batches in data(rank, 2, 3):
+        for tokens in microbatches(model, batches):
+            loss = model(tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# ---- names ----------------------------------------------------------------------------------------------
+
+
+def test_names_and_their_order_are_the_plain_models() -> None:
+    plain, model = plain_net(Counting), auto_wrap(plain_net(Counting), POLICY)
+    assert isinstance(model.blocks[0].up, FlatFSDP) and model.last is model.head
+    for around in (lambda each: each, lambda each: nn.ModuleDict({"model": each})):
+        ours, theirs = around(model), around(plain)
+        for kind in ("named_parameters", "named_buffers"):
+            for options in ({}, {"prefix": "a"}, {"remove_duplicate": False}):
+                names = [[name for name, _ in getattr(each, kind)(**options)] for each in (ours, theirs)]
+                assert names[0] == names[1], (kind, options)
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        assert list(ours.state_dict(prefix="a.")) == list(theirs.state_dict(prefix="a."))
+    for options in ({}, {"prefix": "a"}, {"remove_duplicate": False}):
+        names = [name for name, _ in model.named_modules(**options)]
+        # A wrapper has the name of the module inside, and comes before it.
+        assert list(dict.fromkeys(names)) == [name for name, _ in plain.named_modules(**options)]
+        assert names[:2] == [options.get("prefix", "")] * 2
+    walked = [
+        [f"{path}.{name}".lstrip(".") for path, each in whole.named_modules() for name in each._parameters]
+        for whole in (model, plain)
+    ]
+    assert walked[0] == walked[1]
+    assert dict(model.named_modules())["blocks.0"] is model.blocks[0].module
+    assert model.get_submodule("blocks.0.up") is model.blocks[0].up
+
+
+@on_ranks(2)
+def test_loading_reports_plain_names() -> None:
+    model, plain = auto_wrap(plain_net(), POLICY), plain_net()
+    around, state = nn.ModuleDict({"model": model}), plain.state_dict()
+    assert not any(model.load_state_dict({name: value + 1 for name, value in state.items()}))
+    assert equal(model.state_dict(), {name: value + 1 for name, value in state.items()})
+    del state["blocks.1.up.bias"], state["head.weight"]
+    state["blocks.0.extra"] = state["module.blocks.0.up.weight"] = torch.zeros(2)
+    for ours, theirs, prefix in ((model, plain, ""), (around, nn.ModuleDict({"model": plain}), "model.")):
+        broken = {prefix + name: value for name, value in state.items()}
+        found, expected = (each.load_state_dict(broken, strict=False) for each in (ours, theirs))
+        assert found.missing_keys == expected.missing_keys
+        assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
+        with pytest.raises(RuntimeError) as error:
+            ours.load_state_dict(broken)
+        assert f'"{prefix}blocks.1.up.bias", "{prefix}head.weight"' in str(error.value)
+        assert f'"{prefix}blocks.0.extra"' in str(error.value)
+
+
+# ---- bits -----------------------------------------------------------------------------------------------
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"optimize_backward_concat": False, "reshard_after_forward": False},
+    {"precision": Precision(compute=torch.bfloat16), **REPLICATED},
+    {"grad_sync": "every", "debug": Debug(poison_on_free=True)},
+]
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "one unit"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@on_ranks(1, 2)
+def test_the_bits_are_those_of_shard(rank: int, options: dict[str, Any], nested: bool) -> None:
+    options = placed(options)
+    ours = auto_wrap(plain_net(), POLICY, **options) if nested else FlatFSDP(plain_net(), **options)
+    theirs = shard(plain_net(), POLICY if nested else None, **options)
+    assert all(map(torch.equal, trained(ours, rank), trained(theirs, rank)))
+    assert equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+    assert equal(ours.state_dict(), theirs.state_dict())
+
+
+@on_ranks(2)
+def test_the_bits_are_those_of_shard_with_weights_that_are_stored_in_fp8(rank: int) -> None:
+    precision = Precision(fp8_weights=stored_weights.RECIPE)
+    ours, theirs = (
+        make(seeded(stored_weights.Net), by_class(FP8Block), precision=precision)
+        for make in (auto_wrap, shard)
+    )
+    assert all(map(torch.equal, *(stored_weights.train(each, rank) for each in (ours, theirs))))
+    assert equal(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+@on_ranks(2)
+def test_the_module_inside_is_the_same_model(rank: int) -> None:
+    model, plain = auto_wrap(plain_net(), POLICY), plain_net()
+    assert unwrapped(model) is model.module and isinstance(model.module, Net)
+    assert unwrapped(nn.ModuleDict({"model": model}))["model"] is model
+    assert unwrapped(None) is None
+    for each in (model, model.module):
+        assert torch.equal(each(TOKENS), plain(TOKENS))
+        assert torch.equal(each.logits(TOKENS), plain.logits(TOKENS))
+        assert equal(each.state_dict(), plain.state_dict())
+        assert equal(checkpoint.full_state_dict(each), plain.state_dict())
+        (group,) = param_groups(each, [])
+        assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+    assert model.ledger is model.module.fsdp_state.shared.ledger
+    assert model.microbatch is model.blocks[0].microbatch
+    assert str(model.memory_report()) == str(model.module.memory_report())
+    assert [prefix for prefix, _ in units_in(model)] == [prefix for prefix, _ in units_in(model.module)]
+
+
+# ---- methods of nn.Module -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@on_ranks(2)
+def test_zero_grad_drops_what_is_accumulated(rank: int, to_none: bool) -> None:
+    model, fresh = (auto_wrap(plain_net(), POLICY) for _ in range(2))
+    ((bad, good),) = data(rank, 1, 2)
+    model(bad).backward()
+    with model.no_sync():
+        model(bad).backward()
+    model.zero_grad(set_to_none=to_none)
+    for parameter in model.parameters():
+        assert parameter.grad is None if to_none else not parameter.grad.any()
+    for each in (model, fresh):
+        each(good).backward()
+    for ours, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(*(each.grad.as_subclass(Tensor) for each in (ours, theirs)))
+
+
+@on_ranks(2)
+def test_methods_reach_the_modules_inside() -> None:
+    model, names = auto_wrap(plain_net(), POLICY), []
+    assert model.eval() is model and not any(each.training for each in model.modules())
+    assert model.train() is model and all(each.training for each in model.modules())
+
+    def initialise(module: nn.Module) -> None:
+        names.append(type(module).__name__)
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    assert model.apply(initialise) is model
+    assert (model.state_dict()["blocks.2.down.weight"] == 0.5).all()
+    # Every module, and every wrapper, once.
+    assert sorted(names) == sorted(type(each).__name__ for each in model.modules())
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model(TOKENS).requires_grad
+    assert model.to("cpu") is model and model.float() is model
+    before = dict(model.state_dict())
+    for refused in (model.double, lambda: model.to(torch.bfloat16), lambda: model.blocks[0].half()):
+        with pytest.raises(TypeError, match="cannot be moved or converted"):
+            refused()
+    for unit in (model, model.blocks[0]):
+        with pytest.raises(TypeError, match=r"Delete to_empty\(\)"):
+            unit.to_empty(device="cpu")
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copy.deepcopy(unit)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(unit)
+    assert equal(dict(model.state_dict()), before)
+
+
+# ---- what would break it --------------------------------------------------------------------------------
+
+
+def test_modules_and_parameters_inside_are_not_replaced() -> None:
+    model = auto_wrap(plain_net(), POLICY)
+    with pytest.raises(TypeError, match="head cannot be replaced after wrapping"):
+        model.head = nn.Linear(20, 30)
+    for unit, name in ((model.blocks[0], "up"), (model.module, "head"), (model, "extra")):
+        inside = unwrapped(unit)
+        with pytest.raises(TypeError, match=r"cannot be replaced after wrapping|brings parameter"):
+            setattr(inside if name == "extra" else unit, name, nn.Linear(20, 60))
+    assert model(TOKENS).isfinite()
+
+
+def test_what_is_wrapped_is_not_wrapped_or_sharded_again() -> None:
+    model = auto_wrap(plain_net(), POLICY)
+    for each in (model, model.module, model.blocks[0]):
+        for make in (shard, FlatFSDP):
+            with pytest.raises(ValueError, match=r"sharded already|keeps its parameters already"):
+                make(each)
+
+
+def _fsdp1(module: nn.Module) -> Any:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def _fully_shard(module: nn.Module) -> Any:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.parametrize("engine", [DistributedDataParallel, DataParallel, _fsdp1, _fully_shard])
+@on_ranks(2)
+def test_another_engine_around_it_is_refused_and_changes_nothing(
+    rank: int, engine: Callable[[nn.Module], Any]
+) -> None:
+    model, untouched = (auto_wrap(plain_net(), POLICY) for _ in range(2))
+    with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded"):
+        engine(model)
+    assert all(map(torch.equal, trained(model, rank), trained(untouched, rank)))
