@@ -2,7 +2,8 @@
 
 In:   a module, and the `Binding`s of the parameters that the subclass took out of that module.
 Out:  `state_dict` and `load_state_dict` as if there were no wrapper, however deep wrappers are nested.
-Next: `flatten_params.py` and `engine/fsdp.py` define how a parameter is registered again and how a slot is
+Next: `flatten_params.py` and `engine/api/wrapper.py` define how a parameter is registered again and how a
+      slot is
       filled.
 """
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.engine.fsdp import is_own_hook
+from flatfsdp.engine.step.own_hooks import is_own_hook
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from flatfsdp.engine.step.own_hooks import own_hook
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.flat.nested import cast_fp32
 
@@ -33,6 +34,7 @@ def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHa
     return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
 
 
+@own_hook
 def _cast_arguments(
     dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -25,7 +25,7 @@ from flatfsdp import (
     shard,
 )
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.api.classes import FlatFSDPModule
 from tests.support import stored_weights
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal

@@ -11,10 +11,10 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.storage.shared import Shared, UnitMember
 from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.views import cut
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.policy import Policy, Precision
 

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 import flatfsdp
 from flatfsdp import FlatFSDP, Options, auto_wrap, shard
-from flatfsdp.engine.build import build_unit
+from flatfsdp.engine.build.unit import build_unit
 from flatfsdp.policy import Policy
 
 HINTS = get_type_hints(Options)

@@ -2,7 +2,8 @@
 
 In:   a module, in which inner units have taken their parts already; ranks and policy.
 Out:  the unit.
-Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` gives the module its class.
+Next: `engine/api/wrapper.py` registers flat parameters with the wrapper; `engine/api/shard.py` gives the
+      module its class.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.comm.grid import Grid
+from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import check_marks, check_placement
-from flatfsdp.engine.claim import (
+from flatfsdp.engine.build.claim import (
     bindings_of,
     default_precision,
     device_of,
@@ -27,14 +29,14 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
 )
 from flatfsdp.engine.guards.watch import guard
-from flatfsdp.engine.in_place.views import cut
-from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.transformer_engine import free_fp8_weights
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.storage.targets import attach_targets
+from flatfsdp.engine.storage.views import cut
+from flatfsdp.engine.whole.state_dicts import follow_state_dicts
+from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.policy import Policy, Precision, require_flag
 
@@ -89,16 +91,18 @@ def build_unit(
         take_from_first_rank({**parameters, **buffers}, grid, place)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
-    unit = DrivenUnit(policy, grid, Shared(place), modules, contains_units=contains_units)
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
+    unit = DrivenUnit(policy, grid, Shared(place), modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, unit.landed, cut=cut if in_place else None)
         unit.add(group)
         attach_targets(group)
-    for _, owner in own_modules(module):
-        free_fp8_weights(owner, unit)
+    for owner in modules:
+        adapt(owner, unit)
     mark_taken(bindings, taken)
-    guard(module)
+    if in_place:
+        follow_state_dicts(unit)
+    guard(modules)
     return unit

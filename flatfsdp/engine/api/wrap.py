@@ -9,10 +9,10 @@ from torch import nn
 from typing_extensions import Unpack
 
 from flatfsdp.contract.foreign_words import OPTIONS, answering
-from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
-from flatfsdp.engine.fsdp import FlatFSDP
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.api.wrapper import FlatFSDP
+from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
+from flatfsdp.engine.whole.units import UnitModule
+from flatfsdp.policy import Options, require_known
 
 U = TypeVar("U", bound=UnitModule)
 
@@ -116,9 +116,11 @@ def make_units(
     Raises:
         ValueError: as `make`, with the unit's name.
     """
+    # For its checks, before any unit is made.
+    parameters = parameters_to_take(model)
     if options.get("precision") is None:
         # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
-        options["precision"] = default_precision(parameters_to_take(model))
+        options["precision"] = default_precision(parameters)
     for module, places in picked.items():
         try:
             unit = make(module, **options)

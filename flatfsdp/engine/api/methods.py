@@ -1,7 +1,7 @@
 """Methods of a sharded module, wrapped or in place.
 
 In:   a module that is a unit, with its `fsdp_state`.
-Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that is sharded in place.
+Next: `wrapper.py` is the wrapper, `classes.py` the class of a module that is sharded in place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
-from flatfsdp.engine.full_params import whole_units
-from flatfsdp.engine.memory import MemoryReport, memory_report
-from flatfsdp.engine.param_groups import gradients_of
+from flatfsdp.engine.api.param_groups import gradients_of
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.units import UnitModule, distinct_units, named_groups, root_of
+from flatfsdp.engine.whole.full_params import whole_units
+from flatfsdp.engine.whole.memory import MemoryReport, memory_report
+from flatfsdp.engine.whole.units import UnitModule, distinct_units, named_groups, root_of
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward

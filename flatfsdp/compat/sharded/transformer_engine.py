@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.step.unit import Unit
 
-LIBRARY = "transformer_engine"
-
 
 def _note_dtype(module: Any, inp: Tensor) -> None:
     """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with.
@@ -103,18 +101,10 @@ def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
     return [each for each in tensors if each is not None and each.numel() >= weight.numel()]
 
 
-def free_fp8_weights(module: nn.Module, unit: Unit) -> None:
-    """Has a unit free the FP8 weights that this module of Transformer Engine saves; leaves others alone."""
-    if _is_theirs(module) and hasattr(module, "_get_weight_quantizers"):
+def adapt(module: nn.Module, unit: Unit) -> None:
+    """Lets a module of Transformer Engine compute in a unit, which frees the FP8 weights that it saves."""
+    if hasattr(module, "_get_weight_quantizers"):
         vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
-
-
-def let_compute(module: nn.Module) -> None:
-    """Lets a module of Transformer Engine compute in place; leaves all others alone."""
-    if _is_theirs(module) and hasattr(module, "set_activation_dtype"):
+    if hasattr(module, "set_activation_dtype"):
         # A partial, not a closure: a copy of the module gets one with the copy.
         vars(module)["set_activation_dtype"] = partial(_note_dtype, module)
-
-
-def _is_theirs(module: nn.Module) -> bool:
-    return any(base.__module__.split(".")[0] == LIBRARY for base in type(module).__mro__)

@@ -2,7 +2,8 @@
 
 In:   a module and options.
 Out:  a module whose `parameters()` are flat shards that any optimizer can update.
-Next: its `forward` drives `engine/step/driven_unit.py`; to follow one parameter, start at `claim.py`.
+Next: its `forward` drives `engine/step/driven_unit.py`; to follow one parameter, start at
+      `engine/build/claim.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing_extensions import Unpack
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
-from flatfsdp.engine.build import build_unit
-from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import whole_for_state_dict
-from flatfsdp.engine.in_place.adapters import OF_ADAPTERS
-from flatfsdp.engine.methods import UnitMethods
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.step.input_casts import is_cast
+from flatfsdp.contract.partners import ADAPTER_METHODS
+from flatfsdp.engine.api.call import call_unit
+from flatfsdp.engine.api.methods import UnitMethods
+from flatfsdp.engine.build.unit import build_unit
+from flatfsdp.engine.step.own_hooks import own_hook
+from flatfsdp.engine.whole.full_params import whole_for_state_dict
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import parameter_sites
 from flatfsdp.microbatch import Microbatch
+from flatfsdp.policy import Options, require_known
 from flatfsdp.torch_private import never_traced, traced_inside
 
 
@@ -122,6 +123,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                     "write to it in place, and give functional_call a plain copy of the model"
                 )
 
+    @own_hook
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
         if self.fsdp_state.is_sharded:
             raise RuntimeError(
@@ -168,7 +170,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
                 yield site.name, parameter
 
 
-_FINDS_ADAPTERS = {"peft_config", "save_pretrained", *OF_ADAPTERS}
+_FINDS_ADAPTERS = {"peft_config", "save_pretrained", *ADAPTER_METHODS}
 """Attributes through which PEFT finds modules by name."""
 
 
@@ -181,8 +183,3 @@ def _adapters_message(name: str) -> str:
 
 def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(_adapters_message("save_pretrained"))
-
-
-def is_own_hook(hook: Any) -> bool:
-    """Whether `hook` is the one that `FlatFSDP` registers on the module it wraps, or casts inputs."""
-    return getattr(hook, "__func__", None) is FlatFSDP._check_gathered or is_cast(hook)

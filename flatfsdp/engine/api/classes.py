@@ -2,7 +2,7 @@
 
 In:   a module that has become a unit, or a part of one.
 Out:  the same object, whose class has the same name and is a subclass of what it was.
-Next: `engine/call.py` runs the call.
+Next: `call.py` runs the call.
 
 A unit gathers its parameters around its `__call__`.  A *part* does so for the unit around it: a part is a
 module that may be called by itself, outside of the unit's forward, such as `model.lm_head(hidden)` in a
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.mixed import About, Mixed, mixed_class
-from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import whole_for_state_dict
-from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
-from flatfsdp.engine.methods import UnitMethods, unit_of
+from flatfsdp.contract.partners import attributes_for
+from flatfsdp.engine.api.call import call_unit
+from flatfsdp.engine.api.methods import UnitMethods, unit_of
+from flatfsdp.engine.whole.full_params import whole_for_state_dict
 from flatfsdp.torch_private import traced_inside
 
 
@@ -35,7 +35,7 @@ class _Sharded(Mixed, nn.Module):
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
-        return said_by_whole_models(plain)
+        return attributes_for(plain)
 
 
 class FlatFSDPModule(_Sharded, UnitMethods):

@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
-from flatfsdp.engine.in_place.views import portion_of
-from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.engine.storage.master import MasterShard, Portion
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.storage.targets import PortionTarget, attach_targets
+from flatfsdp.engine.storage.views import portion_of
+from flatfsdp.engine.whole.units import Model, named_groups
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 """Selected parameters: a predicate of (name, shape), or names of the state dict."""
@@ -123,14 +122,6 @@ def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Por
             yield indices[n], portion
 
 
-def attach_targets(group: FlatGroup) -> None:
-    """Gives `flat_shard` and `viewed_shard` to the parameters of this group that an optimizer has."""
-    viewed = GroupViews(group) if group.master.has_views else None
-    for parameter, start, stop in group.master.portions:
-        FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
-        VIEWED_SHARD.leave(parameter, viewed)
-
-
 def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
     """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
 
@@ -145,95 +136,3 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
             "them; take it after the last backward of the step, outside of no_sync()"
         )
     return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
-
-
-class PortionTarget:
-    """Elements [start, stop) of one group's master shard, as a `FlatShard`.
-
-    Attributes:
-        group: the group.
-        grid: the ranks over which the buffer is sharded, replicated and split.
-        identify: tells what a collective for this parameter carries.
-        device: the device that the model computes on.
-        rounding: the dtype of `compute`, to which values are rounded before an amax is taken.
-        is_counted: whether this rank counts the gradient in a norm: of ranks with the same one, one does.
-    """
-
-    def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
-        unit = group.unit
-        self.group = group
-        self.grid = unit.grid
-        self.identify = unit.identify
-        self.device = unit.shared.device
-        self.rounding = unit.policy.precision.compute
-        self.is_counted = group.master.is_counted
-        self._start, self._stop = start, stop
-
-    @property
-    def stages(self) -> Ranks:
-        """The ranks of the pipeline; without one, alone."""
-        return self.group.master.stages
-
-    @property
-    def moved(self) -> Moved | None:
-        """What a step has changed of the model besides gradients; see `FlatShard`."""
-        return self.group.unit.shared.scales if self.group.unit.is_used else None
-
-    @property
-    def compute(self) -> Tensor | None:
-        """The compute shard that an optimizer may write; None if there is none of its own."""
-        shard = self.group.compute_shard.for_optimizer
-        return None if shard is None else shard[self._start : self._stop]
-
-    def runs(self) -> list[tuple[int, int, Tensor]]:
-        """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
-        # A weight is in one portion: those are cut between weights.
-        return self.group.compute_shard.amaxes_of(self._start, self._stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
-        return type(None), ()
-
-    def cast_done(self) -> None:
-        """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
-        if not self.group.master.is_offloaded:
-            self.group.compute_shard.portion_done(self._start, self._stop)
-
-
-class GroupViews:
-    """The master shard of a group that is sharded in place, as a `ViewedShard`.
-
-    Attributes:
-        flat: the whole master shard.
-    """
-
-    def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self.flat = group.master.flat
-
-    @property
-    def model(self) -> object:
-        """The same object for all shards of a model; None before the model is used."""
-        return self._group.master.in_model.answers
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model; 0 before the model is used."""
-        return self._group.master.in_model.number
-
-    @property
-    def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """Views of the master shard, each with its start and stop in the shard."""
-        return self._group.master.portions
-
-    def joint_grad(self, first: int, last: int) -> JointGrad | None:
-        """The gradient of consecutive views together; None if they do not share one."""
-        return self._group.master.joint_grad(first, last)
-
-    def joined(self, start: int, stop: int) -> FlatShard:
-        """The target of consecutive views together."""
-        return PortionTarget(self._group, start, stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles it as a `PortionTarget`."""
-        return type(None), ()
