@@ -1,14 +1,13 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
-from flatfsdp.engine.fsdp import FlatFSDP, auto_wrap
-from flatfsdp.engine.in_place.shard import register_forward_method, shard
-from flatfsdp.engine.options import Options
-from flatfsdp.engine.param_groups import param_groups
+from flatfsdp.engine.api.param_groups import param_groups
+from flatfsdp.engine.api.shard import register_forward_method, shard
+from flatfsdp.engine.api.wrap import by_class, by_size
+from flatfsdp.engine.api.wrapper import FlatFSDP, auto_wrap
 from flatfsdp.engine.replay.replayed import replayed
-from flatfsdp.engine.wrap import by_class, by_size
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from flatfsdp.microbatch import microbatches
-from flatfsdp.policy import Debug, Precision, Prefetch
+from flatfsdp.policy import Debug, Options, Precision, Prefetch
 
 __version__ = "0.1.0"
 

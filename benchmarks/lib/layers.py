@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from flatfsdp import Precision, microbatches, replayed, shard
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
 from flatfsdp.layers import TransformerLayer
 from lib.llama import ATTENTION

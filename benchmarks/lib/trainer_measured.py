@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from flatfsdp.comm.launch import Rank
 from flatfsdp.compat.transformers.trainer import FlatArguments, FlatTrainer
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.models.text import Sampler, load_corpus
 from lib.common import on_all_ranks

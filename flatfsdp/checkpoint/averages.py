@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot
-from flatfsdp.engine.ema import EMA
 
 
 def sharded_average(ema: EMA, shards: list[Tensor]) -> dict[str, Any]:

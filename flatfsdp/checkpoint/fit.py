@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
-from flatfsdp.engine.units import Model, keys_of_slots, named_groups, stages_of
+from flatfsdp.engine.whole.units import Model, keys_of_slots, named_groups, stages_of
 from flatfsdp.flat.sites import prefixed_modules
 
 Accepted = Literal["dtype", "surplus", "optimizer"]

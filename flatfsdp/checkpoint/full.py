@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
 from flatfsdp.comm.objects import broadcast_object
-from flatfsdp.engine.full_params import state_dicts_gathered
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import keys_of_slots, named_groups
+from flatfsdp.engine.whole.full_params import state_dicts_gathered
+from flatfsdp.engine.whole.units import keys_of_slots, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.policy import Gathering
 

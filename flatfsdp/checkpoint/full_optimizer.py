@@ -21,7 +21,7 @@ from flatfsdp.comm.collectives import scatter
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.engine.storage.group import settle
 from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 from flatfsdp.optim.joined import STEP
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flatfsdp.checkpoint.averages import check_average_fits, fill_average, sharded_average
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
 from flatfsdp.checkpoint.extra_state import (
     SECTION,
@@ -45,9 +46,8 @@ from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_d
 from flatfsdp.checkpoint.stages import begin, check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import Model, named_groups, stages_of
+from flatfsdp.engine.whole.units import Model, named_groups, stages_of
 
 
 def load(

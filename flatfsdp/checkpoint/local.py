@@ -12,7 +12,7 @@ from flatfsdp.contract.late_buffers import LATE_BUFFERS, PREPARE_LOAD
 from flatfsdp.contract.placement import Partition
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.group import FlatGroup, settle
-from flatfsdp.engine.units import keys_of_slots, named_groups
+from flatfsdp.engine.whole.units import keys_of_slots, named_groups
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 
 

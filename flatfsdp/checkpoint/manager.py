@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
@@ -35,9 +36,8 @@ from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 
 
 class Resumed(NamedTuple):

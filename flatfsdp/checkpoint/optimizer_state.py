@@ -21,7 +21,7 @@ from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.local_shards import Portion
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.optim.fused import FusedOptimizer
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from flatfsdp.checkpoint.averages import sharded_average
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
 from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
 from flatfsdp.checkpoint.optimizer_state import merged_groups
@@ -23,8 +24,7 @@ from flatfsdp.checkpoint.stages import begin, check_names, of_each_stage, raisin
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.paths import path_of_all_ranks
-from flatfsdp.engine.ema import EMA
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 
 
 def save(

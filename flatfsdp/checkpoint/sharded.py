@@ -41,7 +41,7 @@ from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
 from flatfsdp.engine.storage.group import settle
 from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
-from flatfsdp.engine.units import Model, named_groups, stages_of
+from flatfsdp.engine.whole.units import Model, named_groups, stages_of
 from flatfsdp.flat.layout import ParamSlot
 
 

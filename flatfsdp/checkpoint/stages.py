@@ -20,7 +20,7 @@ from flatfsdp.comm.checking.journal import declare
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 
 
 def world_of(model: Model) -> tuple[Ranks, torch.device]:

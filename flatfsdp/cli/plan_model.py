@@ -19,7 +19,7 @@ from rich.table import Table
 
 from flatfsdp.cli.plan_tables import figures, memory_table, show_verdict, table, time_table, traffic_table
 from flatfsdp.cli.user_functions import function_named, with_own_layers
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, UnitPlan, plan_model
 from flatfsdp.profiling.figures import to_json

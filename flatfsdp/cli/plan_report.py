@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from flatfsdp.cli.plan_tables import figures, memory_table, show_verdict, table, time_table, traffic_table
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Candidate, Job, Machine, MemoryPlan, Sent, TimePlan, memory_plan, time_plan
 from flatfsdp.plan.parts import parts_of
 from flatfsdp.plan.traffic import sent_by_rank

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Machine, Sent
 from flatfsdp.plan.memory import StepMemory
 from flatfsdp.plan.time import StepTime

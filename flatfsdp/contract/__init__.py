@@ -32,5 +32,6 @@ inside FlatFSDP.
 
 `placement.py` reads the tensor-parallel marks for the engine.  Wrappers that add no level to the names
 of modules derive from `Transparent` (`transparent.py`).  `foreign_words.py` answers what other engines call
-by other names.
+by other names.  `recipe.py` has the FP8 recipes, which layers follow and `Precision` names; `partners.py` the
+libraries whose modules need more than others.
 """

@@ -14,10 +14,10 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.transparent import unwrapped
 
 FSDP_STATE = Attribute[Any]("fsdp_state", None)
-"""Engine state of a sharded module (`engine/units.py`); None for any other module."""
+"""Engine state of a sharded module (`engine/whole/units.py`); None for any other module."""
 
 PART_OF = Attribute[Any]("_flatfsdp_part_of", None)
-"""Weak reference to the unit around a module that may be called by itself; see `engine/in_place`."""
+"""Weak reference to the unit around a module that may be called by itself; see `engine/api`."""
 
 TAKEN_AS = Attribute[str | None]("_flatfsdp_name", None)
 """Name in its unit of a tensor that an optimizer must not update, because the shard has the values."""

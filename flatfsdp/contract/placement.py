@@ -2,7 +2,8 @@
 
 In:   the attributes that layers set on their parameters (`tensor_parallel.py`).
 Out:  a `Placement` for each parameter, and for a split one a `Partition`.
-Next: `engine/claim.py` groups by placement; `engine/step/reduce.py` sums by it, `optim/clip.py` counts by it,
+Next: `engine/build/claim.py` groups by placement; `engine/step/reduce.py` sums by it, `optim/clip.py` counts
+      by it,
       and `checkpoint/` joins whole tensors.
 """
 

@@ -2,7 +2,8 @@
 
 In:   a module, and optionally the parameters of each flat parameter.
 Out:  a module with flat parameters that computes, saves and loads like the original.
-Next: any optimizer; `engine/fsdp.py` is the sharded counterpart on the same base class (`module_wrapper.py`).
+Next: any optimizer; `engine/api/wrapper.py` is the sharded counterpart on the same base class
+      (`module_wrapper.py`).
 """
 
 from __future__ import annotations

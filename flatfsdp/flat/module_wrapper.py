@@ -2,7 +2,7 @@
 
 In:   a module.
 Out:  `state_dict` and `load_state_dict` as if there were no wrapper, however deep wrappers are nested.
-Next: `flatten_params.py` and `engine/fsdp.py` say what is wrapped, and why.
+Next: `flatten_params.py` and `engine/api/wrapper.py` say what is wrapped, and why.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
-from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import Use
 from flatfsdp.fp8.region import Region
 from flatfsdp.kernels.cast.scaling import Scales

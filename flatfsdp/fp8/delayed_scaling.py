@@ -31,7 +31,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.fp8.recipe import DelayedScaling
+from flatfsdp.contract.recipe import DelayedScaling
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one, update_scales
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
+from flatfsdp.contract.recipe import DelayedScaling, Recipe
 from flatfsdp.fp8.delayed_scaling import Scaling, update
-from flatfsdp.fp8.recipe import DelayedScaling, Recipe
 from flatfsdp.torch_private import call_at_end_of_backward, running_backward
 
 

@@ -22,11 +22,11 @@ from typing_extensions import Unpack
 
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
+from flatfsdp.contract.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable, counted
 from flatfsdp.fp8.quantizers import dequantized
-from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import Use, current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers

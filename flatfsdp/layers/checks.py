@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
+from flatfsdp.contract.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.matmul.exchange import Exchange
 

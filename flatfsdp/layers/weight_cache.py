@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.recipe import BlockScaling, Recipe
 from flatfsdp.fp8.casts import Casts
 from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
-from flatfsdp.fp8.recipe import BlockScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.matmul.gemms import is_blockwise
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
-from flatfsdp.fp8.recipe import SplitAccumulator
+from flatfsdp.contract.recipe import SplitAccumulator
 from flatfsdp.kernels.gemm import wgrad as wgrad_kernels
 from flatfsdp.kernels.gemm.block_gemm import block_scaled_mm
 from flatfsdp.kernels.gemm.gemm import scaled_mm

@@ -32,8 +32,8 @@ from flatfsdp.comm.collectives import Pending
 from flatfsdp.contract.main_grad import claim
 from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.packed import Wanted, wanted_grads
+from flatfsdp.contract.recipe import SplitAccumulator
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
-from flatfsdp.fp8.recipe import SplitAccumulator
 from flatfsdp.kernels.cast.column_sum import column_sum as sum_columns
 from flatfsdp.matmul import gemms, overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads

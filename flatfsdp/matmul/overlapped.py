@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.operand import Operand
-from flatfsdp.fp8.recipe import SplitAccumulator
+from flatfsdp.contract.recipe import SplitAccumulator
 
 
 def is_available(device: torch.device) -> bool:

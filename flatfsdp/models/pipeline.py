@@ -18,9 +18,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
-from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.api.shard import shard
+from flatfsdp.engine.api.wrap import by_class
 from flatfsdp.engine.replay.replayed import replayed
-from flatfsdp.engine.wrap import by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer

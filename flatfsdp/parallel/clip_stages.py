@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from flatfsdp.engine.methods import gradients_of
-from flatfsdp.engine.units import named_groups, units_in
+from flatfsdp.engine.api.methods import gradients_of
+from flatfsdp.engine.whole.units import named_groups, units_in
 from flatfsdp.optim.clip import clip_grad_norm, pipeline_of
 
 ModelOrStage = nn.Module | PipelineStage

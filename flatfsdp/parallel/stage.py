@@ -45,7 +45,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import UnitModule, distinct_units, root_of, units_in
+from flatfsdp.engine.whole.units import UnitModule, distinct_units, root_of, units_in
 from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatfsdp import microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss, layers_of, loss_of
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.fp8 import autocast
 from flatfsdp.parity.interruptions import Interruptions
 from flatfsdp.parity.loop import Trainee, unchanged

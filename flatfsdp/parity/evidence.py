@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parity.loop import Trainee
 from flatfsdp.parity.trained import Trained
 

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from flatfsdp.engine.memory import (
+from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
+from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
+from flatfsdp.engine.whole.memory import (
     ALWAYS,
     GroupSizes,
     MemoryReport,
@@ -30,8 +32,6 @@ from flatfsdp.engine.memory import (
     report_of,
     units_ahead,
 )
-from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
-from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
 from flatfsdp.flat.layout import FlatLayout, Role
 from flatfsdp.optim.adamw import MOMENTS
 from flatfsdp.plan import activations

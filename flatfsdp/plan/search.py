@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flatfsdp.comm.parallelism import Parallelism
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine

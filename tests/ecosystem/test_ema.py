@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from flatfsdp import Precision, by_class, checkpoint
-from flatfsdp.engine.ema import EMA
+from flatfsdp.checkpoint.ema import EMA
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder

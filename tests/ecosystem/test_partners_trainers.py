@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatfsdp import by_class
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.launched import launched
 from tests.support.models import Block, Net, data

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flatfsdp.cli.app import app
 from flatfsdp.compat.transformers.from_config import FromConfig
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, plan_model

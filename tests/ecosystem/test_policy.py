@@ -11,7 +11,7 @@ from torch import nn
 
 from flatfsdp import shard
 from flatfsdp.compat.transformers import init_weights_of, policy_of
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.api.classes import FlatFSDPModule
 from tests.support.ecosystem.families import FAMILIES, batches_of, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import assert_same_values

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import flatfsdp
 from flatfsdp import Precision
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.api.classes import FlatFSDPModule
 
 WITHOUT_EFFECT = (
     "set_reshard_after_backward",

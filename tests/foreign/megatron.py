@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 import flatfsdp
 from flatfsdp import Precision
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.api.classes import FlatFSDPModule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.whole.units import units_in
 from tests.support.models import Net, data
 
 UNITS = 4

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import flatfsdp
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.wrap import WrapPolicy
 
 WAYS = {
     "wrapped": partial(flatfsdp.auto_wrap, optimize_backward_concat=False),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from flatfsdp.engine.in_place.views import cut
-from flatfsdp.engine.param_groups import attach_targets
-from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.engine.storage.local_shards import cut
+from flatfsdp.engine.storage.targets import attach_targets
+from flatfsdp.engine.whole.units import UnitModule, units_in
 
 
 def cut_by_hand(model: UnitModule) -> dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import ParamSlot
 from tests.support.meshes import placed
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import flatfsdp.optim
 from flatfsdp import by_class, microbatches
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.units import named_groups
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.wrap import WrapPolicy
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import ParamSlot
 from tests.support.both_forms import sharded
 

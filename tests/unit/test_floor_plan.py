@@ -14,8 +14,8 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import FlatFSDP, FlattenParamsWrapper
-from flatfsdp.engine.methods import UnitMethods
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.api.methods import UnitMethods
+from flatfsdp.engine.whole.units import UnitModule
 
 PACKAGE = Path(flatfsdp.__file__).parent
 ORDER = (
@@ -33,7 +33,11 @@ ORDER = (
     "optim",
     "engine/storage",
     "engine/step",
-    "engine",
+    "engine/guards",
+    "engine/whole",
+    "engine/build",
+    "engine/replay",
+    "engine/api",
     "parallel",
     "checkpoint",
     "models",
@@ -113,7 +117,7 @@ def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
     """Subclasses may extend them."""
     own = {name for cls in (FlatFSDP, UnitMethods, UnitModule) for name in vars(cls) if name.startswith("_")}
     private = {name for name in own if not name.endswith("__") and not hasattr(nn.Module, name)}
-    assert "_require_own_flats" in private
+    assert "_apply" not in private and "_unit" in private
     model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
     assert {name for name in vars(model) if name.startswith("_")} <= set(
         vars(FlattenParamsWrapper(nn.Linear(2, 2)))
@@ -130,16 +134,35 @@ def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
     assert reads == []
 
 
-def test_at_most_ten_floors() -> None:
-    entries: dict[str, set[str]] = {}
-    for module, others in edges().items():
-        if module not in ("flatfsdp", "flatfsdp.__main__"):
-            own = module.split(".")[1]
-            entries.setdefault(own, set()).update({other.split(".")[1] for other in others} - {own})
+def floors_of(rooms: dict[str, set[str]]) -> dict[str, int]:
+    """How many rooms stand above each other up to this one; raises if some stand on each other."""
     floors: dict[str, int] = {}
-    for entry in TopologicalSorter(entries).static_order():
-        floors[entry] = 1 + max((floors[other] for other in entries.get(entry, ())), default=0)
+    for room in TopologicalSorter(rooms).static_order():
+        floors[room] = 1 + max((floors[other] for other in rooms.get(room, ())), default=0)
+    return floors
+
+
+def rooms_below(package: str) -> dict[str, set[str]]:
+    """The entries of a package, each with those that it imports."""
+    rooms: dict[str, set[str]] = {}
+    depth = package.count(".") + 1
+    for module, others in edges().items():
+        if module.startswith(f"{package}."):
+            own = module.split(".")[depth]
+            inside = {other.split(".")[depth] for other in others if other.startswith(f"{package}.")}
+            rooms.setdefault(own, set()).update(inside - {own})
+    return rooms
+
+
+def test_at_most_ten_floors() -> None:
+    """With the command, which stands on everything."""
+    floors = floors_of(rooms_below("flatfsdp"))
     assert max(floors.values()) <= 10, floors
+
+
+def test_at_most_six_floors_in_the_engine() -> None:
+    floors = floors_of(rooms_below("flatfsdp.engine"))
+    assert max(floors.values()) <= 6, floors
 
 
 @pytest.mark.parametrize("folder", sorted({p.parent for p in FILES.values()}), ids=lambda p: p.name)

@@ -21,7 +21,7 @@ from flatfsdp.checkpoint.extra_state.packed import JSON, NO_RECORDS, Records, pa
 from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.contract.transparent import prefixed_modules
-from flatfsdp.engine.units import Model, stages_of
+from flatfsdp.engine.whole.units import Model, stages_of
 
 _logger = logging.getLogger(__name__)
 

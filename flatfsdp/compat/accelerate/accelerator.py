@@ -39,9 +39,9 @@ from flatfsdp.compat.accelerate.apart import apart
 from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.in_place.shard import shard
-from flatfsdp.engine.options import Options
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.shard import shard
+from flatfsdp.engine.api.wrap import WrapPolicy
+from flatfsdp.policy import Options
 
 
 class FlatAccelerator(Accelerator):

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.policy import Precision
+from flatfsdp.policy import Options, Precision, require_known
 
 _ENGINE = "FlatFSDP shards and reduces; leave the other engine out"
 _COMPILE = "compile the layers, which are units, after prepare: layer.compile()"

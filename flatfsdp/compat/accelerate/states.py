@@ -24,7 +24,7 @@ from torch import nn
 
 from flatfsdp.checkpoint.commit import make_folder, sync_folder
 from flatfsdp.contract.flat_shard import FLAT_SHARD
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 
 _MARK = "flatfsdp.json"
 _SAVE = re.compile("save-[0-9a-f]{12}")

@@ -2,7 +2,7 @@
 
 In:   arguments of `FullyShardedDataParallel`, and the parameters that it is about to take, by name.
 Out:  `Precision`, a device, default gradient factors; or an error that names the alternative.
-Next: `engine/fsdp.py` passes them to `FlatFSDP`.
+Next: `engine/api/wrapper.py` passes them to `FlatFSDP`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In:   fairscale's constructor arguments and calls.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
-Next: `fairscale_options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the module.
+Next: `fairscale_options.py` translates the arguments, `flatfsdp/engine/api/wrapper.py` runs the module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flatfsdp.compat.fairscale import fairscale_options, optim_state
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
-from flatfsdp.engine.claim import parameters_to_take
-from flatfsdp.engine.fsdp import FlatFSDP
-from flatfsdp.engine.full_params import state_dict_gathering, state_dicts_gathered
-from flatfsdp.engine.in_place.shard import make_unit
+from flatfsdp.engine.api.shard import make_unit
+from flatfsdp.engine.api.wrapper import FlatFSDP
+from flatfsdp.engine.build.claim import parameters_to_take
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import root_of, units_in
+from flatfsdp.engine.whole.full_params import state_dict_gathering, state_dicts_gathered
+from flatfsdp.engine.whole.units import root_of, units_in
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.policy import Gathering

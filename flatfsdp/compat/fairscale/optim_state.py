@@ -21,7 +21,7 @@ from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.checkpoint.full_optimizer import described_whole
 from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import UnitModule, distinct_units, named_groups
+from flatfsdp.engine.whole.units import UnitModule, distinct_units, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.optim.joined import STEP
 

@@ -2,7 +2,7 @@
 
 In:   a module, a policy with fairscale's signature, the wrapper's class and arguments from the context.
 Out:  the module with the chosen parts wrapped, inner ones first.
-Next: `engine/fsdp.py`, or any other wrapper class.
+Next: `engine/api/wrapper.py`, or any other wrapper class.
 """
 
 from __future__ import annotations

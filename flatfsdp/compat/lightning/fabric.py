@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.ema import EMA
-from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.api.methods import UnitMethods
 
 try:
     from lightning.fabric import Fabric

@@ -12,12 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.saving import write
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.engine.ema import EMA
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.whole.units import UnitModule
 
 Path = str | os.PathLike[str]
 

@@ -2,7 +2,7 @@
 
 In:   a LightningModule written for DDP.
 Out:  the same object, sharded in place; the Trainer's loop calls it as before.
-Next: `engine/in_place` shards, `shared.py` writes and reads checkpoints.
+Next: `engine/api` shards, `shared.py` writes and reads checkpoints.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.ema import EMA
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
-from flatfsdp.engine.in_place.shard import register_forward_method, shard
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.units import units_in
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.classes import FlatFSDPModule
+from flatfsdp.engine.api.shard import register_forward_method, shard
+from flatfsdp.engine.api.wrap import WrapPolicy
+from flatfsdp.engine.whole.units import units_in
+from flatfsdp.policy import Options, require_known
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -144,7 +144,7 @@ class FlatFSDPStrategy(DDPStrategy):
             if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
                 raise NotImplementedError(
                     f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
-                    "shards it; keep an EMA of flatfsdp.engine.ema in a callback"
+                    "shards it; keep an EMA of flatfsdp.checkpoint.ema in a callback"
                 )
         for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             # Now, rather than in the first save.

@@ -25,7 +25,7 @@ from flatfsdp.checkpoint import (
 )
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.transparent import prefixed_modules
-from flatfsdp.engine.units import keys_of_slots, named_groups, units_in
+from flatfsdp.engine.whole.units import keys_of_slots, named_groups, units_in
 
 Optimizers = Iterable[torch.optim.Optimizer]
 

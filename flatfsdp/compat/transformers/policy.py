@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from flatfsdp.contract.mixed import innermost
-from flatfsdp.engine.wrap import WrapPolicy, by_class
+from flatfsdp.engine.api.wrap import WrapPolicy, by_class
 
 
 def policy_of(model: nn.Module) -> WrapPolicy:

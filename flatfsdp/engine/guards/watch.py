@@ -1,12 +1,13 @@
 """Hooks of PyTorch through which the engine sees what happens to its units and shards.
 
 In:   a module that has become a unit.
-Out:  `guard(module)`; from then on the other files of this folder check each such event.
+Out:  `guard(modules)`; from then on the other files of this folder check each such event.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,15 +16,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatfsdp.contract.claimed import mark_owned
-from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.guards.late_modules import refuse_late_module
 from flatfsdp.engine.guards.optimizers import before_step, watching
 from flatfsdp.engine.guards.other_engines import refuse_engine_around
 
 
-def guard(module: nn.Module) -> None:
-    """Raises from now on where a change would break `module`, whose parameters a unit has taken."""
-    for _, owned in own_modules(module):
+def guard(modules: Iterable[nn.Module]) -> None:
+    """Raises from now on where a change would break these modules, whose parameters a unit has taken."""
+    for owned in modules:
         mark_owned(owned)
     _install()
 

@@ -34,7 +34,7 @@ from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.replay.recording import Recording, autograds_of, require_nothing_kept
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
-from flatfsdp.engine.units import UnitModule, root_of, units_in
+from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
 from flatfsdp.fp8.delayed_scaling import Scaling
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 In:   such copies, and how each is made again.
 Out:  they are freed with the parameters, and are there again, with the same bits, in the backward.
-Next: `unit.py` says when; `engine/transformer_engine.py` finds them.
+Next: `unit.py` says when; `compat/sharded/transformer_engine.py` finds them.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.recipe import CurrentScaling
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Shard
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.contract.any_model import Loss
-from flatfsdp.engine.memory import ALWAYS, GroupSizes
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.wrap import WrapPolicy
+from flatfsdp.engine.whole.memory import ALWAYS, GroupSizes
 from flatfsdp.fp8 import Recipe
 from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, StepPlace
 from flatfsdp.plan.any_model.ranks import imagined_ranks

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from flatfsdp.contract.any_model import Loss, layers_of, loss_of
-from flatfsdp.engine.in_place.shard import shard
-from flatfsdp.engine.memory import GroupSizes, MemoryReport, buffers_of, sizes_of
+from flatfsdp.engine.api.shard import shard
+from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.units import units_in
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.whole.memory import GroupSizes, MemoryReport, buffers_of, sizes_of
+from flatfsdp.engine.whole.units import units_in
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.fp8 import Recipe, autocast
 from flatfsdp.microbatch import microbatches

@@ -18,7 +18,7 @@ from flatfsdp import checkpoint, microbatches, shard
 from flatfsdp.checkpoint import CheckpointError
 from flatfsdp.checkpoint.extra_state import transformer_engine as adapter
 from flatfsdp.checkpoint.extra_state.packed import JSON, pack, unpack
-from flatfsdp.engine.wrap import by_class
+from flatfsdp.engine.api.wrap import by_class
 from tests.support.extra_state import Counting, DelayedScaling, Format, ScaledLinear, transformer_engine
 from tests.support.ranks import on_ranks
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from flatfsdp import FlatFSDP, checkpoint, optim, param_groups
 from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.in_place import cut_by_hand
 from tests.support.models import Net, build, data, same
 from tests.support.ranks import on_ranks, run_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, microbatches, shard
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from tests.support import te_linear
 from tests.support.both_forms import WAYS, sharded
 from tests.support.models import whole_grads

@@ -17,7 +17,7 @@ from flatfsdp.engine.replay.replayed import keep_addresses
 from flatfsdp.engine.step import root as roots
 from flatfsdp.engine.storage.main_grad import SMALL
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import Linear
 from tests.support.ranks import on_ranks

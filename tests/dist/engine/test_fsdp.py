@@ -24,7 +24,7 @@ from flatfsdp import (
     by_size,
     microbatches,
 )
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import make_mesh
 from tests.support.meshes import REPLICATED, replicating
 from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train

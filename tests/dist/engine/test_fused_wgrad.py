@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.engine.storage.main_grad import FEW
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.support.meshes import REPLICATED, placed

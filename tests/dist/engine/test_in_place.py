@@ -23,7 +23,7 @@ from flatfsdp import (
 )
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.api.classes import FlatFSDPModule
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import seeded

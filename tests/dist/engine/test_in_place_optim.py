@@ -10,7 +10,7 @@ from torch import nn
 
 from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups, shard
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.optim import SGD, AdamW
 from tests.support.both_forms import WAYS, sharded
 from tests.support.models import Block, Net, data

@@ -23,7 +23,7 @@ from flatfsdp.checkpoint.local import (
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.optim import AdamW

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, fp8, microbatches
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.contract.tensor_parallel import declare_split
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.layers import Linear, TransformerLayer
 from flatfsdp.layers.projection import Projection

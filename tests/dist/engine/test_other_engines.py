@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flatfsdp import FlatFSDP, by_class
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.both_forms import WAYS, sharded
 from tests.support.models import Block, Net, build, data
 from tests.support.ranks import on_ranks

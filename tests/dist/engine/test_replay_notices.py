@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import microbatches, replayed
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import autocast, count_overflows
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.overflows import Countable

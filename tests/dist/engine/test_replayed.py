@@ -17,7 +17,7 @@ from flatfsdp import by_class, microbatches, replayed
 from flatfsdp.engine.replay.facts import states_of
 from flatfsdp.engine.replay.replayed import Replayed
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.both_forms import WAYS

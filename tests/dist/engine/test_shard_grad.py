@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flatfsdp import FlatFSDP, Precision, by_class, microbatches
 from flatfsdp.engine.storage import grad_norms
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.both_forms import WAYS, sharded
 from tests.support.in_place import cut_by_hand
 from tests.support.models import Block, Net, build, data, same

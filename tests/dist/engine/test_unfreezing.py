@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
-from flatfsdp.engine.units import named_groups, root_of
+from flatfsdp.engine.whole.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
 from tests.support.against_plain import assert_equal, average, plain_net

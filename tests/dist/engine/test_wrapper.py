@@ -26,7 +26,7 @@ from flatfsdp import (
     shard,
 )
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.whole.units import units_in
 from tests.support import stored_weights
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal

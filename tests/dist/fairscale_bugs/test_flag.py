@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from flatfsdp import Debug, FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.whole.units import units_in
 from tests.support.against_plain import (
     UNITS,
     assert_equal,

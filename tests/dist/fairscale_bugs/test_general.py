@@ -31,7 +31,7 @@ from flatfsdp import (
     by_class,
     microbatches,
 )
-from flatfsdp.engine.units import distinct_units
+from flatfsdp.engine.whole.units import distinct_units
 from tests.support.against_plain import (
     UNITS,
     assert_equal,

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from flatfsdp import FlatFSDP, Precision
 from flatfsdp.engine.storage.state import ShardState
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.whole.units import units_in
 from flatfsdp.parallel import FlatStage
 from tests.support.models import same
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama

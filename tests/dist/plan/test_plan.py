@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from flatfsdp import Precision
-from flatfsdp.engine.memory import MemoryReport
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.whole.memory import MemoryReport
+from flatfsdp.engine.whole.units import units_in
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import keys_of_slots
+from flatfsdp.engine.whole.units import keys_of_slots
 from flatfsdp.flat.layout import Piece
 from tests.support.diverging.plans import Block, Plan, What
 from tests.support.stress.models import (

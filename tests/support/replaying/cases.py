@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, Precision, by_class
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.both_forms import sharded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatfsdp import microbatches, replayed
 from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.optim import SGD, AdamW
 from tests.support.fp8_layers import TOKENS
 from tests.support.replaying.cases import Case

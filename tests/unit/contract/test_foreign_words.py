@@ -14,8 +14,8 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, shard
 from flatfsdp.contract.foreign_words import DTYPES, METHODS, OPTIONS
-from flatfsdp.engine.methods import UnitMethods
-from flatfsdp.engine.options import Options
+from flatfsdp.engine.api.methods import UnitMethods
+from flatfsdp.policy import Options
 from tests.unit.docs.pages import DOCS
 
 

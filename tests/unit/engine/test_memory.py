@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
-from flatfsdp.engine.memory import MemoryReport
 from flatfsdp.engine.replay.replayed import keep_addresses
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.whole.memory import MemoryReport
+from flatfsdp.engine.whole.units import root_of
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded

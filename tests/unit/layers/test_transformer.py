@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatfsdp.contract.recipe import DelayedScaling
 from flatfsdp.fp8.autocast import autocast
-from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.fp8.recompute import checkpoint
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.transformer import TransformerLayer

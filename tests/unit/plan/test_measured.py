@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.engine.memory import GIB
+from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
 from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan

@@ -18,7 +18,7 @@ from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import innermost
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.units import keys_of_slots
+from flatfsdp.engine.whole.units import keys_of_slots
 from flatfsdp.flat.layout import ParamSlot
 
 

@@ -14,7 +14,7 @@ from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import UnitModule, named_groups, units_in
+from flatfsdp.engine.whole.units import UnitModule, named_groups, units_in
 
 
 def begin_together(model: nn.Module, doing: str) -> tuple[Unit, list[FlatGroup]]:

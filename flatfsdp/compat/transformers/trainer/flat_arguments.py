@@ -20,13 +20,12 @@ from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.claim import default_precision
-from flatfsdp.engine.in_place.shard import shard
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.engine.api.shard import shard
+from flatfsdp.engine.api.wrap import WrapPolicy
+from flatfsdp.engine.build.claim import default_precision
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.layers import convert
-from flatfsdp.policy import Precision
+from flatfsdp.policy import Options, Precision, require_known
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Values of `TrainingArguments.optim` that select elementwise optimizers of PyTorch."""

@@ -1,7 +1,7 @@
-"""Methods of a sharded module, wrapped or in place.
+"""Methods of a sharded module.
 
 In:   a module that is a unit, with its `fsdp_state`.
-Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that is sharded in place.
+Next: `classes.py` puts them in front of the module's own class.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.full_params import whole_units
-from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.targets import PortionTarget
-from flatfsdp.engine.units import Model, UnitModule, distinct_units, named_groups, root_of
+from flatfsdp.engine.whole.full_params import whole_units
+from flatfsdp.engine.whole.memory import MemoryReport, memory_report
+from flatfsdp.engine.whole.units import Model, UnitModule, distinct_units, named_groups, root_of
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward

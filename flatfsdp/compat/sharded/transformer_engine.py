@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.step.unit import Unit
 
-LIBRARY = "transformer_engine"
-
 
 def _note_dtype(module: Any, inp: Tensor) -> None:
     """In the place of a module's `set_activation_dtype`: compares with the tensors that it computes with.
@@ -105,8 +103,6 @@ def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
 
 def adapt(module: nn.Module, unit: Unit) -> None:
     """Lets a module of Transformer Engine compute in a unit, which frees what it makes of weights, too."""
-    if not any(base.__module__.split(".")[0] == LIBRARY for base in type(module).__mro__):
-        return
     if hasattr(module, "_get_weight_quantizers"):
         vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
     if hasattr(module, "set_activation_dtype"):

@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path
+from flatfsdp.compat.sharded.adapters import OF_ADAPTERS, only_keys, refusing
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.full_params import whole_units
-from flatfsdp.engine.in_place.adapters import OF_ADAPTERS, only_keys, refusing
-from flatfsdp.engine.methods import unit_of
-from flatfsdp.engine.units import distinct_units, root_of
+from flatfsdp.engine.api.methods import unit_of
+from flatfsdp.engine.whole.full_params import whole_units
+from flatfsdp.engine.whole.units import distinct_units, root_of
 from flatfsdp.policy import Gathering
 
-LIBRARIES = ("transformers", "diffusers", "peft")
 _SAVED_DTYPE = Attribute[torch.dtype | None]("_flatfsdp_saved_dtype", None)
 """The dtype of what is written, on a model that is being saved."""
 
@@ -163,10 +162,8 @@ _OF_MODELS: dict[str, Callable[[Any], Any]] = {
 """What makes the replacement of each attribute from the attribute itself, by name."""
 
 
-def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
+def attributes_for(plain: type[nn.Module]) -> dict[str, Any]:
     """Replacements, by name, for the attributes that a class of these libraries has."""
-    if not any(base.__module__.split(".")[0] in LIBRARIES for base in plain.__mro__):
-        return {}
     # A layer of PEFT has methods of these names, too, which the model around it calls.
     adapters = {} if hasattr(plain, "adapter_layer_names") else OF_ADAPTERS
     makers = (_OF_MODELS | adapters).items()

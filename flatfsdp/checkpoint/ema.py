@@ -2,7 +2,7 @@
 
 In:   a sharded or wrapped model, whose optimizer has stepped.
 Out:  the model with the averaged weights, for a while: to evaluate it, or to save it under its own names.
-Next: `checkpoint/averages.py` writes and reads the shards of the average.
+Next: `averages.py` writes and reads the shards of the average.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 
 
 class EMA:

@@ -2,7 +2,7 @@
 
 In:   a module, in which inner units have taken their parts already, and options.
 Out:  the unit.
-Next: `in_place/shard.py` gives the module its class.
+Next: `engine/api/shard.py` gives the module its class.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.comm.grid import Grid
+from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import check_marks, check_placement
-from flatfsdp.engine import transformer_engine
-from flatfsdp.engine.claim import (
+from flatfsdp.engine.build.claim import (
     bindings_of,
     default_precision,
     device_of,
@@ -26,15 +26,15 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
 )
 from flatfsdp.engine.guards.watch import guard
-from flatfsdp.engine.options import Options
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.storage.targets import attach_targets
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.whole.state_dicts import follow_state_dicts
+from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.flat.meta_device import is_on_meta, materialize
-from flatfsdp.policy import Policy, require_flag
+from flatfsdp.policy import Options, Policy, require_flag
 
 
 def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False) -> DrivenUnit:
@@ -88,7 +88,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
         unit.add(group)
         attach_targets(group)
     for owner in modules:
-        transformer_engine.adapt(owner, unit)
+        adapt(owner, unit)
     mark_taken(bindings, taken)
-    guard(module)
+    follow_state_dicts(unit)
+    guard(modules)
     return unit

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.units import root_of
+from flatfsdp.engine.whole.units import UnitModule, root_of
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 
 @traced_inside
 def call_unit(
-    unit: UnitMethods, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: UnitModule, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs `compute(*args, **kwargs)` with the parameters of `unit` gathered, and prepares its backward.
 
@@ -43,7 +42,7 @@ def call_unit(
 
 
 @never_traced
-def _begin(unit: UnitMethods, inputs: object) -> Root | None:
+def _begin(unit: UnitModule, inputs: object) -> Root | None:
     """Begins the model's forward and returns its root; None inside another forward or a recomputation."""
     root = root_of(unit)
     if unit.fsdp_state.is_whole:

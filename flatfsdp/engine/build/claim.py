@@ -28,7 +28,7 @@ from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
-from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.engine.whole.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper

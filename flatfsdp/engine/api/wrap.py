@@ -8,9 +8,9 @@ from typing import TypeVar
 from torch import nn
 
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.claim import default_precision, own_modules, parameters_to_take
-from flatfsdp.engine.options import Options
-from flatfsdp.engine.units import UnitModule
+from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
+from flatfsdp.engine.whole.units import UnitModule
+from flatfsdp.policy import Options
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -2,7 +2,7 @@
 
 In:   a module, and a policy that picks the modules inside that become units.
 Out:  the same module.  Its parameters are listed as this rank's parts, under their own names.
-Next: `build.py` takes the parameters; `classes.py` extends the module's own class.
+Next: `engine/build/unit.py` takes the parameters; `classes.py` extends the module's own class.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing_extensions import Unpack
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.contract.mixed import mix, unmix
-from flatfsdp.engine.build import build_unit
-from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.claim import own_modules, parameters_to_take
-from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
-from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
-from flatfsdp.engine.methods import unit_of
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.units import UnitModule, distinct_units
-from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
+from flatfsdp.engine.api.call import call_unit
+from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
+from flatfsdp.engine.api.methods import unit_of
+from flatfsdp.engine.api.wrap import WrapPolicy, make_units, pick_units
+from flatfsdp.engine.build.claim import own_modules, parameters_to_take
+from flatfsdp.engine.build.unit import build_unit
+from flatfsdp.engine.whole.units import UnitModule, distinct_units
+from flatfsdp.policy import Options, require_known
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,10 +70,10 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
             "modules are one unit as parts of the module around them: shard that one; or shard each by itself"
         )
     # All that can be known is raised before anything changes.
+    _require_shardable(module)
     picked = {} if policy is None else pick_units(module, policy)
     # For its checks: `make_units` would come to some of them when other units are made already.
     parameters_to_take(module)
-    _require_shardable(module)
     for each in picked:
         _require_shardable(each)
     return make_units(module, picked, make_unit, options)
@@ -142,7 +141,6 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)
-    follow_state_dicts(state)
     for unit in inside:
         if unit.fsdp_state.outer is None:
             _enclose(unit, module)

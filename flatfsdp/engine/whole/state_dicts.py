@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from flatfsdp.engine.in_place.classes import COPIED
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import misfit
@@ -20,6 +19,13 @@ from flatfsdp.flat.layout import ParamSlot
 
 _Taken = list[tuple[str, MasterShard, ParamSlot, nn.Parameter | None]]
 """Parameters of a module: name of the attribute, place in a shard, and what the module lists, if anything."""
+
+
+COPIED = (
+    "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
+    "ranks; copy it before sharding, or save its state_dict()"
+)
+"""Words for a copy of one module of a unit."""
 
 
 class _Hook(partial[None]):

@@ -2,7 +2,7 @@
 
 In:   a module and options.
 Out:  a module that adds no level to names, and whose every method is that of the module inside.
-Next: `in_place/shard.py` shards that module.
+Next: `shard.py` shards that module.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing_extensions import Unpack
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
+from flatfsdp.engine.api.methods import UnitMethods, unit_of
+from flatfsdp.engine.api.shard import make_unit
+from flatfsdp.engine.api.wrap import WrapPolicy, make_units, pick_units
 from flatfsdp.engine.guards.other_engines import Guarded
-from flatfsdp.engine.in_place.shard import make_unit
-from flatfsdp.engine.methods import UnitMethods, unit_of
-from flatfsdp.engine.options import Options, require_known
-from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.microbatch import Microbatch
+from flatfsdp.policy import Options, require_known
 
 
 class FlatFSDP(Guarded, ModuleWrapper):

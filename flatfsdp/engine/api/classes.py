@@ -1,12 +1,12 @@
-"""The classes of modules that are sharded in place: the user's own, with a `__call__` in front.
+"""The classes of sharded modules: the user's own, with a `__call__` and the engine's methods in front.
 
 In:   a module that has become a unit, or a part of one.
 Out:  the same object, whose class has the same name and is a subclass of what it was.
-Next: `engine/call.py` runs the call.
+Next: `call.py` runs the call.
 
 A unit gathers its parameters around its `__call__`.  A *part* does so for the unit around it: a part is a
 module that may be called by itself, outside of the unit's forward, such as `model.lm_head(hidden)` in a
-chunked loss, or the encoder in `model.encode(...)`.  Forward hooks run inside, as in a wrapper.
+chunked loss, or the encoder in `model.encode(...)`.  Forward hooks run inside.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.mixed import About, Mixed, mixed_class
-from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.full_params import whole_for_state_dict
-from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
-from flatfsdp.engine.methods import UnitMethods, unit_of
+from flatfsdp.contract.partners import attributes_for
+from flatfsdp.engine.api.call import call_unit
+from flatfsdp.engine.api.methods import UnitMethods, unit_of
+from flatfsdp.engine.whole.full_params import whole_for_state_dict
+from flatfsdp.engine.whole.state_dicts import COPIED
 from flatfsdp.torch_private import traced_inside
 
 
@@ -35,7 +36,7 @@ class _Sharded(Mixed, nn.Module):
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
-        return said_by_whole_models(plain)
+        return attributes_for(plain)
 
 
 class FlatFSDPModule(_Sharded, UnitMethods):
@@ -67,12 +68,6 @@ class FlatFSDPPart(_Sharded):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(COPIED)
-
-
-COPIED = (
-    "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
-    "ranks; copy it before sharding, or save its state_dict()"
-)
 
 
 def require_mixable(module: nn.Module, mixin: type[_Sharded]) -> None:

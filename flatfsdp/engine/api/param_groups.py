@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.whole.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from flatfsdp.engine.methods import unit_of
+from flatfsdp.engine.api.methods import unit_of
 
 _REPLACES = "sharded modules would leave the model"
 _PLAIN = "save_pretrained(folder) on all ranks, and call it of what plain PEFT makes of the folder"

@@ -1,0 +1,1 @@
+"""How a module becomes a unit: which parameters it takes, and into which flat groups they go."""
