@@ -1,10 +1,11 @@
-"""Our optimizers over views of flat shards: one run a group of options, with the bits of whole portions."""
+"""Our optimizers over local shards: one run a master shard, with the bits of one parameter for all of it."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
+from flatfsdp import Precision, by_class, microbatches, param_groups, shard
+from flatfsdp.engine.api.shard import make_unit
+from flatfsdp.engine.api.wrap import make_units, pick_units
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
-from tests.support.in_place import cut_by_hand
+from tests.support import fp8_layers, stored_weights
 from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks
-from tests.support.stored_weights import RECIPE, batches
-from tests.support.stored_weights import build as build_fp8
 
 BF16 = torch.bfloat16
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
@@ -33,7 +34,23 @@ OPTIONS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-def backward(model: FlatFSDP, rank: int, seed: int, count: int = 2) -> None:
+Listed = tuple[Any, list[nn.Parameter]]
+"""A model, and its parameters for an optimizer."""
+
+
+def listing_flats(net: nn.Module, *units: type[nn.Module], **options: Any) -> Listed:
+    """A model like those of `shard`, but that an optimizer has one parameter of each master shard."""
+    make = partial(make_unit, lists_flat=True)
+    model = make_units(net, pick_units(net, by_class(*units)), make, {"precision": Precision(), **options})
+    return model, [group.master.flat for _, group in named_groups(model)]
+
+
+def listing_local_shards(net: nn.Module, *units: type[nn.Module], **options: Any) -> Listed:
+    model = shard(net, by_class(*units), **options)
+    return model, list(model.parameters())
+
+
+def backward(model: Any, rank: int, seed: int, count: int = 2) -> None:
     for tokens in microbatches(model, next(data(rank + 10 * seed, 1, count))):
         model(tokens).backward()
 
@@ -43,7 +60,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def masters(model: FlatFSDP) -> list[Tensor]:
+def masters(model: Any) -> list[Tensor]:
     return [group.master.flat.detach().clone() for _, group in named_groups(model)]
 
 
@@ -66,27 +83,58 @@ def counted(optimizer: Any) -> list[int]:
 @pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("which", range(len(OPTIONS)))
 @on_ranks(1, 2, 3)
-def test_views_have_the_bits_of_portions(rank: int, world_size: int, which: int, grouped: bool) -> None:
-    """Parameters, norms, the number of runs, and what the next forward needs is there."""
+def test_local_shards_have_the_bits_of_flat_ones(rank: int, which: int, grouped: bool) -> None:
+    """Parameters, in as few runs as can be, and what the next forward needs is there; norms of one group."""
     kind, options = OPTIONS[which]
-    whole, viewed = (build(precision=Precision(compute=BF16)) for _ in range(2))
-    views = cut_by_hand(viewed)
-    optimizers, counts = [], []
-    for model in (whole, viewed):
-        groups: Any = model.parameters() if model is whole else list(views.values())
-        if grouped:
-            groups = param_groups(model, [NO_DECAY])
-        optimizers.append(kind(groups, max_grad_norm=0.3, **options))
-        counts.append(counted(optimizers[-1]))
+    precision = Precision(compute=BF16)
+    torch.manual_seed(0)
+    whole, flats = listing_flats(Net(), Block, precision=precision)
+    model = build(precision=precision)
+    groups: Any = list(model.parameters())
+    if grouped:
+        # Of equal options, so that flat parameters may have them.
+        groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2}])
+    # The terms of a norm are added up group by group.
+    max_norm = None if grouped else 0.3
+    optimizers = [kind(each, max_grad_norm=max_norm, **options) for each in (flats, groups)]
+    counts = list(map(counted, optimizers))
     for seed in range(4):
-        for model, optimizer in zip((whole, viewed), optimizers, strict=True):
-            backward(model, rank, seed)
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            backward(each, rank, seed)
             optimizer.step()
-            assert all(group.compute_shard.state.is_cast for _, group in named_groups(model))
+            assert all(group.compute_shard.state.is_cast for _, group in named_groups(each))
             optimizer.zero_grad()
+        if not grouped:
+            assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
+        assert same(masters(whole), masters(model))
+    if grouped:
+        assert max(counts[1]) < len(list(model.parameters()))
+    else:
+        assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimize_backward_concat": False},
+        {"precision": Precision(param=BF16, compute=BF16, grad=torch.float32)},
+        {"cpu_offload": True, "reshard_after_forward": False},
+    ],
+    ids=["off", "bf16 storage", "offload"],
+)
+@on_ranks(1, 3)
+def test_wherever_they_are_kept(rank: int, kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    whole, flats = listing_flats(Net(), Block, **options)
+    model = build(**options)
+    optimizers = [kind(each, lr=1e-2, max_grad_norm=0.3) for each in (flats, model.parameters())]
+    for seed in range(3):
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            backward(each, rank, seed)
+            step(optimizer)
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
-        assert same(masters(whole), masters(viewed))
-    assert counts[0] == counts[1]
+        assert same(masters(whole), masters(model))
 
 
 class HeadFirst(Net):
@@ -101,18 +149,34 @@ class HeadFirst(Net):
 @on_ranks(2)
 def test_norms_are_added_up_in_the_order_of_units(rank: int) -> None:
     torch.manual_seed(0)
-    models = [auto_wrap(HeadFirst(), by_class(Block), optimize_backward_concat=False) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    views = cut_by_hand(models[1])
-    names = [name for name, _ in HeadFirst().named_parameters()]
-    assert names != list(views)
-    optimizers = [
-        AdamW(models[0].parameters(), lr=0.0, max_grad_norm=1.0),
-        AdamW([views[name] for name in names], lr=0.0, max_grad_norm=1.0),
-    ]
+    whole, flats = listing_flats(HeadFirst(), Block)
+    torch.manual_seed(0)
+    model = shard(HeadFirst(), by_class(Block))
+    of_units = [parameter for _, group in named_groups(model) for parameter in group.master.parameters]
+    assert any(a is not b for a, b in zip(of_units, model.parameters(), strict=True))
+    optimizers = [AdamW(each, lr=0.0, max_grad_norm=1.0) for each in (flats, model.parameters())]
     for seed in range(10):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, rank, seed, 1)
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            backward(each, rank, seed, 1)
+            step(optimizer)
+        assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
+
+
+@on_ranks(2)
+def test_norms_over_several_models_are_added_up_model_by_model(rank: int) -> None:
+    """As those of a pipeline's stages are: the first one whole, then the second."""
+    of_forms: list[tuple[list[Any], list[nn.Parameter]]] = [([], []), ([], [])]
+    for seed in range(2):
+        for (models, parameters), make in zip(of_forms, (listing_flats, listing_local_shards), strict=True):
+            torch.manual_seed(seed)
+            model, listed = make(Net(), Block)
+            models.append(model)
+            parameters += listed
+    optimizers = [AdamW(parameters, lr=1e-2, max_grad_norm=0.3) for _, parameters in of_forms]
+    for (tokens,) in data(rank, 10, 1):
+        for (models, _), optimizer in zip(of_forms, optimizers, strict=True):
+            for index, model in enumerate(models):
+                (model(tokens) * (1 + 2 * index)).backward()
             step(optimizer)
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
 
@@ -121,35 +185,36 @@ def test_norms_are_added_up_in_the_order_of_units(rank: int) -> None:
 @on_ranks(4)
 def test_with_replicas(rank: int, kind: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    whole, viewed = (build(mesh=mesh) for _ in range(2))
-    parameters = [list(whole.parameters()), list(cut_by_hand(viewed).values())]
-    optimizers = [kind(each, max_grad_norm=0.3) for each in parameters]
+    torch.manual_seed(0)
+    whole, flats = listing_flats(Net(), Block, mesh=mesh)
+    model = build(mesh=mesh)
+    optimizers = [kind(each, max_grad_norm=0.3) for each in (flats, model.parameters())]
     for seed in range(3):
-        for model, optimizer in zip((whole, viewed), optimizers, strict=True):
-            backward(model, rank, seed)
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            backward(each, rank, seed)
             step(optimizer)
-        assert same(masters(whole), masters(viewed))
+        assert same(masters(whole), masters(model))
 
 
 @on_ranks(1, 3)
 def test_weights_that_are_stored_in_fp8(rank: int) -> None:
     """Amaxes of all of them are taken in the step."""
+    precision = Precision(compute=BF16, fp8_weights=stored_weights.RECIPE)
+    whole, flats = listing_flats(fp8_layers.seeded(stored_weights.Net), fp8_layers.Block, precision=precision)
+    model = shard(fp8_layers.seeded(stored_weights.Net), by_class(fp8_layers.Block), precision=precision)
     results = []
-    for in_place in (False, True):
-        model = build_fp8(True, BF16)
-        parameters = list(cut_by_hand(model).values() if in_place else model.parameters())
-        optimizer = AdamW(parameters, lr=0.05)
-        losses = []
-        for batch in batches(rank, 3, 2):
-            model.ledger.reset()
-            for x in microbatches(model, batch):
-                with autocast(recipe=RECIPE):
-                    loss = model(x).float().square().mean()
+    for each, parameters in ((whole, flats), (model, list(model.parameters()))):
+        optimizer, losses = AdamW(parameters, lr=0.05), []
+        for batch in stored_weights.batches(rank, 3, 2):
+            each.fsdp_state.shared.ledger.reset()
+            for x in microbatches(each, batch):
+                with autocast(recipe=stored_weights.RECIPE):
+                    loss = each(x).float().square().mean()
                 loss.backward()
                 losses.append(loss.detach())
             step(optimizer)
-        assert model.ledger.bytes["measure"] == 0
-        results.append([*losses, *masters(model)])
+        assert each.fsdp_state.shared.ledger.bytes["measure"] == 0
+        results.append([*losses, *masters(each)])
     assert same(*results)
 
 
@@ -157,19 +222,18 @@ def test_weights_that_are_stored_in_fp8(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_each_view_has_its_part_of_the_state(rank: int) -> None:
+def test_each_local_shard_has_its_part_of_the_state(rank: int) -> None:
     model = build()
-    views = cut_by_hand(model)
-    optimizer = AdamW(list(views.values()), lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
     for seed in range(2):
         backward(model, rank, seed)
         step(optimizer)
-    assert any(view.numel() == 0 for view in views.values())
-    for view in views.values():
-        state = optimizer.state.get(view, {})
-        assert bool(state) == (view.numel() > 0)
+    assert any(parameter.numel() == 0 for parameter in model.parameters())
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter, {})
+        assert bool(state) == (parameter.numel() > 0)
         for key in ("exp_avg", "exp_avg_sq") if state else ():
-            assert state[key].shape == view.shape
+            assert state[key].shape == parameter.shape
             assert state[key].any()
         assert not state or state["step"] == 2
 
@@ -180,20 +244,18 @@ def test_a_loaded_state_is_joined_again(rank: int, kind: Any) -> None:
     """Training continues with the same bits, also of a copy of the optimizer with its own parameters."""
     options = {"lr": 1e-2, **({"momentum": 0.9} if kind is SGD else {})}
     model, other = build(), build()
-    optimizer = kind(list(cut_by_hand(model).values()), **options)
+    optimizer = kind(model.parameters(), **options)
     for seed in range(2):
         backward(model, rank, seed)
         step(optimizer)
-    again = kind(list(cut_by_hand(other).values()), **options)
+    again = kind(other.parameters(), **options)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for (_, ours), (_, theirs) in zip(named_groups(model), named_groups(other), strict=True):
         theirs.master.store(ours.master.gather())
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        for mine, view in zip(
-            copied.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True
-        ):
+        for mine, theirs in zip(copied.param_groups[0]["params"], model.parameters(), strict=True):
             mine.grad = torch.full_like(mine, 0.5) if mine.numel() else None
-            assert torch.equal(mine, view)
+            assert torch.equal(mine, theirs)
         copied.step()
         assert {float(state["step"]) for state in copied.state.values() if state} == {3.0}
     counts = counted(again)
@@ -207,21 +269,23 @@ def test_a_loaded_state_is_joined_again(rank: int, kind: Any) -> None:
 
 @on_ranks(2)
 def test_torch_optimizers_load_the_state_and_count_right(rank: int) -> None:
-    """Views have one count together, which `torch.optim.AdamW` would raise once for each of them."""
+    """They have one count together, which `torch.optim.AdamW` would raise once for each of them."""
     model = build()
-    views = list(cut_by_hand(model).values())
-    optimizer = AdamW(views, lr=1e-2)
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, lr=1e-2)
     backward(model, rank, 0)
     step(optimizer)
-    plain = torch.optim.AdamW(views, lr=1e-2)
+    plain = torch.optim.AdamW(parameters, lr=1e-2)
     plain.load_state_dict(optimizer.state_dict())
     backward(model, rank, 1)
     step(plain)
-    assert {float(plain.state[view]["step"]) for view in views if view.numel()} == {2.0}
-    assert {float(optimizer.state[view]["step"]) for view in views if view.numel()} == {1.0}
+    for each, count in ((plain, 2.0), (optimizer, 1.0)):
+        assert {float(each.state[parameter]["step"]) for parameter in parameters if parameter.numel()} == {
+            count
+        }
 
 
-# ---- views that go their own way ------------------------------------------------------------------------
+# ---- local shards that go their own way -----------------------------------------------------------------
 
 
 def like_plain(rank: int, world_size: int, change: Callable[[dict[str, Any]], None], **options: Any) -> None:
@@ -229,8 +293,7 @@ def like_plain(rank: int, world_size: int, change: Callable[[dict[str, Any]], No
     torch.manual_seed(0)
     plain = Net()
     model = build()
-    views = cut_by_hand(model)
-    ours = AdamW(list(views.values()), lr=1e-2, nonfinite="step", **options)
+    ours = AdamW(model.parameters(), lr=1e-2, nonfinite="step", **options)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, **options)
     for seed in range(3):
         backward(model, rank, seed, 1)
@@ -238,7 +301,7 @@ def like_plain(rank: int, world_size: int, change: Callable[[dict[str, Any]], No
             ((tokens,),) = data(other + 10 * seed, 1, 1)
             (plain(tokens) / world_size).backward()
         if seed == 1:
-            change(views)
+            change(dict(model.named_parameters()))
             change(dict(plain.named_parameters()))
         step(ours)
         step(reference)
@@ -261,28 +324,28 @@ def replace(parameters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [drop, replace])
 @on_ranks(1, 3)
-def test_gradients_of_some_views_are_gone_or_replaced(rank: int, world_size: int, change: Any) -> None:
+def test_gradients_of_some_are_gone_or_replaced(rank: int, world_size: int, change: Any) -> None:
     like_plain(rank, world_size, change)
 
 
 @on_ranks(2)
-def test_views_with_different_counts_stay_apart_when_loaded(rank: int) -> None:
+def test_different_counts_stay_apart_when_loaded(rank: int) -> None:
     model = build()
-    views = cut_by_hand(model)
-    optimizer = AdamW(list(views.values()), lr=1e-2)
+    parameters = dict(model.named_parameters())
+    optimizer = AdamW(parameters.values(), lr=1e-2)
     for seed in range(3):
         backward(model, rank, seed)
         if seed == 1:
-            drop(views)
+            drop(parameters)
         step(optimizer)
-    steps = {name: float(optimizer.state[view]["step"]) for name, view in views.items() if view.numel()}
+    steps = {name: float(optimizer.state[p]["step"]) for name, p in parameters.items() if p.numel()}
     assert set(steps.values()) <= {2.0, 3.0}
     assert all((count == 2.0) == ("up." in name or name == "head.bias") for name, count in steps.items())
-    again = AdamW(list(views.values()), lr=1e-2)
+    again = AdamW(parameters.values(), lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     backward(model, rank, 3)
     step(again)
-    loaded = {name: float(again.state[view]["step"]) for name, view in views.items() if view.numel()}
+    loaded = {name: float(again.state[p]["step"]) for name, p in parameters.items() if p.numel()}
     assert loaded == {name: count + 1 for name, count in steps.items()}
 
 
@@ -290,7 +353,7 @@ def test_views_with_different_counts_stay_apart_when_loaded(rank: int) -> None:
 def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
     """Programs do so that move states to the host and back, or begin anew."""
     moved, kept = build(), build()
-    optimizers = [AdamW(list(cut_by_hand(model).values()), lr=1e-2) for model in (moved, kept)]
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in (moved, kept)]
     for seed in range(3):
         for model, optimizer in zip((moved, kept), optimizers, strict=True):
             backward(model, rank, seed)
@@ -308,13 +371,11 @@ def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_two_optimizers_with_half_of_the_views_each(rank: int) -> None:
+def test_two_optimizers_with_half_of_the_parameters_each(rank: int) -> None:
     """Neither optimizer writes to the other's elements."""
     whole, halves = build(), build()
-    views = cut_by_hand(halves)
-    one = AdamW(list(cut_by_hand(whole).values()), lr=1e-2)
-    names = list(views)
-    two = [AdamW([views[name] for name in names[start::2]], lr=1e-2) for start in (0, 1)]
+    one = AdamW(whole.parameters(), lr=1e-2)
+    two = [AdamW(list(halves.parameters())[start::2], lr=1e-2) for start in (0, 1)]
     for seed in range(3):
         backward(whole, rank, seed)
         backward(halves, rank, seed)
@@ -328,30 +389,27 @@ def test_two_optimizers_with_half_of_the_views_each(rank: int) -> None:
 
 @on_ranks(2)
 def test_groups_can_be_added_and_changed(rank: int) -> None:
-    """Changes options by schedulers, in place, and by `add_param_group`."""
-    whole, viewed = build(), build()
-    groups = [param_groups(whole, [NO_DECAY])]
-    cut_by_hand(viewed)
-    groups.append(param_groups(viewed, [NO_DECAY]))
-    optimizers = []
-    for of_model in groups:
-        optimizers.append(AdamW(of_model[:1], lr=1e-2))
-        optimizers[-1].add_param_group(of_model[1])
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    """By `add_param_group` and a scheduler; against groups that are there at once, and changed in place."""
+    added, at_once = build(), build()
+    groups = [param_groups(model, [NO_DECAY]) for model in (added, at_once)]
+    optimizers = [AdamW(groups[0][:1], lr=1e-2), AdamW(groups[1], lr=1e-2)]
+    optimizers[0].add_param_group(groups[0][1])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
     for seed in range(3):
-        for model, optimizer, scheduler in zip((whole, viewed), optimizers, schedulers, strict=True):
+        for model, optimizer in zip((added, at_once), optimizers, strict=True):
             backward(model, rank, seed)
             step(optimizer)
-            scheduler.step()
-        assert same(masters(whole), masters(viewed))
+        assert same(masters(added), masters(at_once))
+        scheduler.step()
+        for group in optimizers[1].param_groups:
+            group["lr"] *= 0.5
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 @on_ranks(2)
 def test_a_step_before_the_last_backward_raises_and_changes_nothing(rank: int, kind: Any) -> None:
     model = build()
-    views = list(cut_by_hand(model).values())
-    optimizer = kind(views, lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     before = masters(model)
     ((tokens,),) = data(rank, 1, 1)
     with model.no_sync():
@@ -366,13 +424,12 @@ def test_a_step_before_the_last_backward_raises_and_changes_nothing(rank: int, k
 
 
 @on_ranks(2)
-def test_param_groups_cuts_nothing_of_a_model_in_place(rank: int) -> None:
+def test_param_groups_go_by_name_and_whole_shape(rank: int) -> None:
     model = build()
-    views = cut_by_hand(model)
     backward(model, rank, 0)
     groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
-    name_of = {view: name for name, view in views.items()}
-    names = [{name_of[view] for view in group["params"]} for group in groups]
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    names = [{name_of[parameter] for parameter in group["params"]} for group in groups]
     shapes = {name: p.dim() for name, p in Net().named_parameters()}
     assert names == [
         {name for name, dim in shapes.items() if dim < 2},
@@ -380,14 +437,13 @@ def test_param_groups_cuts_nothing_of_a_model_in_place(rank: int) -> None:
         {name for name, dim in shapes.items() if dim == 2 and name != "head.weight"},
     ]
     assert [group.get("lr") for group in groups] == [None, 3e-2, None]
-    param_groups(model, [NO_DECAY])
 
 
 @on_ranks(2)
-def test_ordinary_parameters_beside_views(rank: int) -> None:
+def test_ordinary_parameters_beside_local_shards(rank: int) -> None:
     model = build()
     extra = nn.Parameter(torch.ones(5))
-    optimizer = AdamW([*cut_by_hand(model).values(), extra], max_grad_norm=1e9)
+    optimizer = AdamW([*model.parameters(), extra], max_grad_norm=1e9)
     backward(model, rank, 0)
     norm = model.clip_grad_norm_(1e9)
     extra.grad = torch.full((5,), 2.0)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatfsdp import param_groups
 from flatfsdp.compat.fairscale import FSDP, TrainingState, get_fsdp_instances
+from flatfsdp.engine.whole.units import named_groups
 
 
 class Net(nn.Module):
@@ -82,10 +84,46 @@ def test_what_only_the_root_can_do() -> None:
 
 def test_parameters_have_their_names_while_summoned() -> None:
     net = model()
-    assert [name for name, _ in net.named_parameters()] == ["flat_param", "first.flat_param"]
+    flats = dict(net.named_parameters())
+    assert list(flats) == ["flat_param", "first.flat_param"]
+    assert list(map(id, flats.values())) == [id(group.master.flat) for _, group in named_groups(net)]
     with net.summon_full_params():
         names = [name for name, _ in net.named_parameters()]
     assert sorted(names) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    assert all(net.get_parameter(name) is flat for name, flat in flats.items())
+
+
+def test_parts_of_a_flat_parameter_have_no_options_of_their_own() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"lists one flat parameter.*shard the model with flatfsdp\.shard"):
+        param_groups(net, [{"params": ["second.bias"], "weight_decay": 0.0}])
+
+
+def test_a_flat_parameter_is_frozen_as_a_whole() -> None:
+    net, x = model(optimize_backward_concat=True), torch.randn(4, 3)
+    net(x)
+    net.module.second.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"parameter second\.weight was set to False by itself"):
+        net(x)
+    net.module.second.weight.requires_grad_(True)
+    net.first.requires_grad_(False)
+    net(x).sum().backward()
+    assert net.first.flat_param.grad is None and net.flat_param.grad.any()
+    net.first.requires_grad_(True)
+    net(x).sum().backward()
+    assert net.first.flat_param.grad.any()
+
+
+def test_a_flat_parameter_that_was_replaced_is_noticed() -> None:
+    x = torch.randn(4, 3)
+    net = model()
+    zeros = {name: torch.zeros_like(flat) for name, flat in net.named_parameters()}
+    with pytest.raises(RuntimeError, match="flat parameter of unit root was replaced"):
+        torch.func.functional_call(net, zeros, (x,))
+    net(x)
+    net.first.flat_param = nn.Parameter(torch.zeros_like(net.first.flat_param))
+    with pytest.raises(RuntimeError, match="flat parameter of unit first was replaced"):
+        net(x)
 
 
 def test_changes_stay_unless_volatile() -> None:
