@@ -9,7 +9,7 @@ Next: `fused.py` iterates over these instead of over parameters.
     updated  [0 ................) [1 and 2 ...................................)
 
 Neighbouring views of one parameter group are joined, from where the first one starts to where the next run
-starts.  Joined views share one tensor of each state, of which each view has its part under its own name in the
+starts.  Joined views share one tensor of each state; each view has its part under its own name in the
 optimizer's state.
 
 A view that a step has not used keeps its values and its state, and its count.  It is a *piece* of its own

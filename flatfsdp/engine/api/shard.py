@@ -22,7 +22,7 @@ from flatfsdp.engine.api.call import call_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.api.methods import unit_of
 from flatfsdp.engine.api.wrap import WrapPolicy, make_units, pick_units
-from flatfsdp.engine.build.claim import own_modules, parameters_to_take
+from flatfsdp.engine.build.claim import own_modules
 from flatfsdp.engine.build.unit import build_unit
 from flatfsdp.engine.whole.units import UnitModule, distinct_units
 from flatfsdp.policy import Options, require_known
@@ -72,8 +72,6 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
     # All that can be known is raised before anything changes.
     _require_shardable(module)
     picked = {} if policy is None else pick_units(module, policy)
-    # For its checks: `make_units` would come to some of them when other units are made already.
-    parameters_to_take(module)
     for each in picked:
         _require_shardable(each)
     return make_units(module, picked, make_unit, options)

@@ -92,9 +92,11 @@ def make_units(
     Raises:
         ValueError: as `make`, with the unit's name.
     """
+    # For its checks, too: the calls below would come to some of them when other units are made already.
+    parameters = parameters_to_take(model)
     if options.get("precision") is None:
         # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
-        options["precision"] = default_precision(parameters_to_take(model))
+        options["precision"] = default_precision(parameters)
     for module, places in picked.items():
         try:
             unit = make(module, **options)

@@ -79,10 +79,10 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
         take_from_first_rank({**parameters, **buffers}, grid, device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [each for _, each in own_modules(module)]
-    unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
     prepare_buffers(module, device, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
+    unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, unit.landed, lists_flat=lists_flat)
         unit.add(group)
