@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ from flatfsdp.compat.fairscale import fairscale_options, optim_state
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
-from flatfsdp.engine.api.shard import make_unit
+from flatfsdp.engine.api.shard import make_unit, make_units
 from flatfsdp.engine.api.wrapper import FlatFSDP
 from flatfsdp.engine.build.claim import parameters_to_take
 from flatfsdp.engine.storage.unreduced import reduced_grad
@@ -31,7 +32,7 @@ from flatfsdp.engine.whole.full_params import state_dict_gathering, state_dicts_
 from flatfsdp.engine.whole.units import root_of, units_in
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
-from flatfsdp.policy import Gathering
+from flatfsdp.policy import Gathering, Options
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 
@@ -139,9 +140,7 @@ class FullyShardedDataParallel(FlatFSDP):
         )
         # Not FlatFSDP's own, which lists local shards.
         ModuleWrapper.__init__(self, module)
-        make_unit(
-            module,
-            lists_flat=True,
+        chosen = Options(
             mesh=mesh_of(process_group, shard=shard),
             device=fairscale_options.choose_device(compute_device, parameters, process_group),
             precision=precision,
@@ -150,6 +149,7 @@ class FullyShardedDataParallel(FlatFSDP):
             optimize_backward_concat=optimize_backward_concat,
             cpu_offload=offload,
         )
+        make_units(module, None, partial(make_unit, lists_flat=True), chosen)
         self.fsdp_state.keep_as_root = disable_reshard_on_root
         self.fsdp_state.lister = weakref.ref(self)
         for group in self.fsdp_state.groups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,8 +21,8 @@ from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.api.call import call_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.api.methods import unit_of
-from flatfsdp.engine.api.wrap import WrapPolicy, make_units, pick_units
-from flatfsdp.engine.build.claim import own_modules
+from flatfsdp.engine.api.wrap import WrapPolicy, pick_units
+from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.build.unit import build_unit
 from flatfsdp.engine.whole.units import UnitModule, distinct_units
 from flatfsdp.policy import Options, require_known
@@ -69,12 +69,38 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
             f"shard takes a module, and then the policy, not a {type(module).__name__} first. Several "
             "modules are one unit as parts of the module around them: shard that one; or shard each by itself"
         )
+    return make_units(module, policy, make_unit, options)
+
+
+def make_units(model: nn.Module, policy: WrapPolicy | None, make: Callable[..., M], options: Options) -> M:
+    """Makes a unit of each module that the policy picks, inner ones first, and of the model, which it returns.
+
+    Args:
+        make: function of a module and options that makes the unit; if it returns another object, that takes
+            the module's places.
+
+    Raises:
+        TypeError, ValueError: as `shard`, with the unit's name.
+    """
     # All that can be known is raised before anything changes.
-    _require_shardable(module)
-    picked = {} if policy is None else pick_units(module, policy)
-    for each in picked:
-        _require_shardable(each)
-    return make_units(module, picked, make_unit, options)
+    _require_shardable(model)
+    picked = {} if policy is None else pick_units(model, policy)
+    for module in picked:
+        _require_shardable(module)
+    parameters = parameters_to_take(model)
+    if options.get("precision") is None:
+        # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
+        options["precision"] = default_precision(parameters)
+    for module, places in picked.items():
+        try:
+            unit = make(module, **options)
+        except ValueError as error:
+            # The message names parameters as they are called inside the unit.
+            raise ValueError(f"{places[0][2]}: {error}") from error
+        if unit is not module:
+            for parent, name, _ in places:
+                setattr(parent, name, unit)
+    return make(model, **options)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -123,7 +149,7 @@ def _require_shardable(module: nn.Module) -> None:
 
 
 def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]) -> M:
-    """Makes a unit of a module, with everything inside that is not sharded yet; returns the module.
+    """Makes a unit of a module that can be one, with everything inside that is not sharded yet; returns it.
 
     Args:
         lists_flat: whether a wrapper lists flat parameters, and modules list none.
@@ -131,7 +157,6 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     Raises:
         TypeError, ValueError: as `shard`.
     """
-    _require_shardable(module)
     inside = distinct_units(module)
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]

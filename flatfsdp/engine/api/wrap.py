@@ -1,18 +1,14 @@
-"""Policies that pick modules as units, and what applies one from the inside out."""
+"""Policies that pick modules as units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from torch import nn
 
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
+from flatfsdp.engine.build.claim import own_modules
 from flatfsdp.engine.whole.units import UnitModule
-from flatfsdp.policy import Options
-
-M = TypeVar("M", bound=nn.Module)
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]
 """(name, module, parameters below it that no inner unit has taken) -> whether it becomes a unit."""
@@ -77,33 +73,3 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
             "size, or call FlatFSDP(model), or shard(model) in place, if that is what you want"
         )
     return picked
-
-
-def make_units(
-    model: nn.Module, picked: dict[nn.Module, Places], make: Callable[..., M], options: Options
-) -> M:
-    """Makes a unit of every module that was picked, and of the whole model; returns that one.
-
-    Args:
-        picked: the modules to make units of, from `pick_units`.
-        make: function of a module and options that makes the unit; if it returns another object, that takes
-            the module's places.
-
-    Raises:
-        ValueError: as `make`, with the unit's name.
-    """
-    # For its checks, too: the calls below would come to some of them when other units are made already.
-    parameters = parameters_to_take(model)
-    if options.get("precision") is None:
-        # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
-        options["precision"] = default_precision(parameters)
-    for module, places in picked.items():
-        try:
-            unit = make(module, **options)
-        except ValueError as error:
-            # The message names parameters as they are called inside the unit.
-            raise ValueError(f"{places[0][2]}: {error}") from error
-        if unit is not module:
-            for parent, name, _ in places:
-                setattr(parent, name, unit)
-    return make(model, **options)

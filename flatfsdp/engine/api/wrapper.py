@@ -17,8 +17,8 @@ from typing_extensions import Unpack
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.api.methods import UnitMethods, unit_of
-from flatfsdp.engine.api.shard import make_unit
-from flatfsdp.engine.api.wrap import WrapPolicy, make_units, pick_units
+from flatfsdp.engine.api.shard import make_units, shard
+from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.microbatch import Microbatch
@@ -49,7 +49,7 @@ class FlatFSDP(Guarded, ModuleWrapper):
         if not isinstance(module, nn.Module):
             raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         super().__init__(module)
-        make_unit(module, **options)
+        shard(module, **options)
 
     @property
     def _unit(self) -> UnitMethods:
@@ -120,4 +120,4 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **options: Unpack[Options]) 
             then be one unit, which is not resharded between forward and backward.
     """
     require_known("auto_wrap", options)
-    return make_units(model, pick_units(model, policy), FlatFSDP, options)
+    return make_units(model, policy, FlatFSDP, options)

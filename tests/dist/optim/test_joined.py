@@ -164,7 +164,7 @@ def test_norms_are_added_up_in_the_order_of_units(rank: int) -> None:
 
 @on_ranks(2)
 def test_norms_over_several_models_are_added_up_model_by_model(rank: int) -> None:
-    """As those of a pipeline's stages are: the first one whole, then the second."""
+    """Norms add up as those of a pipeline's stages: the first model whole, then the second."""
     of_forms: list[tuple[list[Any], list[nn.Parameter]]] = [([], []), ([], [])]
     for seed in range(2):
         for (models, parameters), make in zip(of_forms, (listing_flats, listing_local_shards), strict=True):
