@@ -40,8 +40,8 @@ class AdamW(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
         max_grad_norm: clip gradients to this norm over all ranks, while they are read; None: do not clip.
-            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; only in-place
-            sharding with several parameter groups may round the norm differently.
+            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; with several
+            parameter groups the norm may be rounded differently.
         nonfinite: what a step does if the norm of the gradients is NaN or infinite, on any rank.  "raise" and
             "skip" leave parameters, moments, step counts and FP8 scales as if the step had not been.  The
             device decides, so no step waits for it: "raise" raises in the next step (on a CPU at once), or in

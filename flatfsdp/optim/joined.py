@@ -9,8 +9,8 @@ Next: `fused.py` iterates over these instead of over parameters.
     updated  [0 ................) [1 and 2 ...................................)
 
 Neighbouring views of one parameter group are joined, from where the first one starts to where the next run
-starts.  These are the portions that `param_groups` cuts, so norms are summed in the same order.  Joined views
-share one tensor of each state, of which each view has its part under its own name in the optimizer's state.
+starts.  Joined views share one tensor of each state, of which each view has its part under its own name in the
+optimizer's state.
 
 A view that a step has not used keeps its values and its state, and its count.  It is a *piece* of its own
 then, which the same launch only copies for the next forward:

@@ -34,8 +34,8 @@ class SGD(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own options.
         max_grad_norm: clip gradients to this norm over all ranks, while they are read; None: do not clip.
-            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; only in-place
-            sharding with several parameter groups may round the norm differently.
+            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; with several
+            parameter groups the norm may be rounded differently.
         nonfinite: what a step does if the norm of the gradients is NaN or infinite: "raise", "skip" or
             "step", as in `AdamW`.
         pp_group: ranks with the other stages of a pipeline, whose gradients count in the norm, too; default:

@@ -122,7 +122,7 @@ def test_scales_are_the_stages_and_a_run_that_finds_out_shapes_leaves_them_alone
     known, found = (SmallPipeline("1f1b", mesh, **options) for _ in range(2))
     (model,) = found.stages
     # By default the ranks that have a stage share its scales.
-    model.module.amax_group = None
+    model.amax_group = None
     stage = FlatStage(model, mesh.pp_rank, mesh.pp_size, group=mesh.pp_group)
     found._schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model.loss)
     expected, trace = known.train(), found.train()

@@ -50,15 +50,18 @@ def test_a_norm_counts_each_gradient_once(world_size: int, sizes: tuple[int, ...
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("in_groups", [False, True])
 @on_ranks(4)
-def test_clipping_in_the_step_is_clipping_before_it() -> None:
+def test_clipping_in_the_step_is_clipping_before_it(in_groups: bool) -> None:
     mesh = tp_mesh(2, 2)
     fused, apart = build_tp(mesh), build_tp(mesh)
-    # Some shards hold nothing of a group; some ranks do not count what they hold.
-    groups: list[Any] = [
-        param_groups(model, [{"params": lambda name, shape: "bias" in name, "weight_decay": 0.5}])
-        for model in (fused, apart)
-    ]
+    groups: list[Any] = [list(model.parameters()) for model in (fused, apart)]
+    if in_groups:
+        # Some shards hold nothing of a group; some ranks do not count what they hold.
+        groups = [
+            param_groups(model, [{"params": lambda name, shape: "bias" in name, "weight_decay": 0.5}])
+            for model in (fused, apart)
+        ]
     optimizer, plain = AdamW(groups[0], lr=0.1, max_grad_norm=0.1), AdamW(groups[1], lr=0.1)
     for (tokens,) in data(data_rank(mesh), 2, 1):
         for model in (fused, apart):
@@ -66,11 +69,13 @@ def test_clipping_in_the_step_is_clipping_before_it() -> None:
         norm = apart.clip_grad_norm_(0.1)
         optimizer.step()
         plain.step()
-        assert torch.equal(optimizer.grad_norm, norm) and norm > 0.1
+        assert norm > 0.1
+        # Groups cut a unit into runs, whose norms are rounded one by one.
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-6 if in_groups else 0, atol=0)
         for each in (optimizer, plain):
             each.zero_grad()
     for ours, theirs in zip(fused.parameters(), apart.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if in_groups else 0, atol=1e-6 if in_groups else 0)
 
 
 @on_ranks(4)
