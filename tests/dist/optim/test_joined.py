@@ -18,7 +18,8 @@ from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
 from tests.support.in_place import cut_by_hand
-from tests.support.models import Block, Net, build, data, same
+from tests.support.models import Block, Net, data, same
+from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 from tests.support.stored_weights import RECIPE, batches
 from tests.support.stored_weights import build as build_fp8
@@ -136,7 +137,7 @@ def test_weights_that_are_stored_in_fp8(rank: int) -> None:
     """Amaxes of all of them are taken in the step."""
     results = []
     for in_place in (False, True):
-        model = build_fp8(True, BF16)
+        model = build_fp8(True, BF16, wrap=auto_wrap)
         parameters = list(cut_by_hand(model).values() if in_place else model.parameters())
         optimizer = AdamW(parameters, lr=0.05)
         losses = []
