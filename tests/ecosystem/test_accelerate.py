@@ -348,7 +348,7 @@ def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
         teacher, first = accelerator.prepare(teacher, first)
         second = accelerator.prepare(second)
         other = accelerator.prepare(optimizers[1])
-        third = flatfsdp.auto_wrap(Net(), by_class(Block))
+        third = flatfsdp.shard(Net(), by_class(Block))
         groups = flatfsdp.param_groups(
             third, [{"params": lambda _, shape: len(shape) < 2, "weight_decay": 0.0}]
         )

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp import Precision, microbatches
+from flatfsdp import Precision, microbatches, shard
 from flatfsdp.compat.transformers import fuse
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, generated, needs_transformers
 from tests.support.ranks import on_ranks
 
@@ -33,7 +32,7 @@ JOINTS = {
 
 def build(change: str, precision: Precision) -> Any:
     """A sharded model."""
-    return sharded("in place", CHANGES[change](FAMILY.build()), FAMILY.is_unit, precision=precision)
+    return shard(CHANGES[change](FAMILY.build()), FAMILY.is_unit, precision=precision)
 
 
 def dequantized(change: str) -> Any:
@@ -56,7 +55,7 @@ def dequantized(change: str) -> Any:
     if change == "converted":
         return model
     precision = Precision(compute=torch.bfloat16)
-    return sharded("in place", fuse(model, fp8=False), FAMILY.is_unit, precision=precision)
+    return shard(fuse(model, fp8=False), FAMILY.is_unit, precision=precision)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from flatfsdp import Precision, by_class, checkpoint
+from flatfsdp import Precision, by_class, checkpoint, shard
 from flatfsdp.checkpoint.ema import EMA
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.models import Block, Net, data
@@ -22,9 +21,9 @@ from tests.support.ranks import on_ranks, run_ranks, stop_pools
 DECAYS = (0.5, 0.9, 0.9)
 
 
-def net(way: str = "in place", **options: Any) -> Any:
+def net(**options: Any) -> Any:
     torch.manual_seed(0)
-    return sharded(way, Net(), by_class(Block), **options)
+    return shard(Net(), by_class(Block), **options)
 
 
 def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA, torch.optim.Optimizer]:
@@ -38,9 +37,9 @@ def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA,
     return ema, optimizer
 
 
-def by_hand(way: str, rank: int) -> dict[str, Tensor]:
+def by_hand(rank: int) -> dict[str, Tensor]:
     """The same average of whole tensors."""
-    model = net(way)
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     average = copy.deepcopy(model.state_dict())
     for decay, (tokens,) in zip(DECAYS, data(rank, 3, 1), strict=True):
@@ -56,12 +55,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int, way: str) -> None:
-    model, (held_out,) = net(way, reshard_after_forward=False), next(data(99, 1, 1))
+def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
+    model, (held_out,) = net(reshard_after_forward=False), next(data(99, 1, 1))
     ema, optimizer = trained(model, rank)
-    before, expected = model.state_dict(), by_hand(way, rank)
+    before, expected = model.state_dict(), by_hand(rank)
     plain = Net()
     plain.load_state_dict(expected)
     with ema.averaged():
@@ -139,7 +137,7 @@ def saved(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
 def loaded(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
     found = []
     for resumes in (False, True):
-        model = net("wrapped")
+        model = net()
         ema = EMA(model)
         before = model.state_dict()
         if resumes:
@@ -166,7 +164,7 @@ def test_checkpoints_have_the_average_for_any_number_of_ranks(tmp_path: Path) ->
 @on_ranks(2)
 def test_save_pretrained_writes_the_average(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     before, ema = model.state_dict(), EMA(model, 0.5)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from flatfsdp import Precision, shard
 from flatfsdp.compat.transformers import init_weights_of, load_hf, policy_of, save_hf
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
@@ -87,13 +86,12 @@ def test_files_of_plain_transformers_are_read_and_written(rank: int) -> None:
             assert_same_values(read(family, folder / "ours").state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_sixteen_bits(rank: int, way: str) -> None:
+def test_sixteen_bits(rank: int) -> None:
     """BF16 files are loaded into a model that trains in FP32, and written back; other files are ignored."""
     family = FAMILIES["Llama"]
     plain = trained(family).bfloat16()
-    model = sharded(way, family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
+    model = shard(family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
     with shared_folder() as folder:
         if rank == 0:
             plain.save_pretrained(folder)
@@ -118,7 +116,7 @@ def test_sixteen_bits(rank: int, way: str) -> None:
 @on_ranks(2)
 def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     before = model.state_dict()
     sizes = {"hidden_size": 64}
     others = {
@@ -181,7 +179,7 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
 @on_ranks(2)
 def test_files_outside_of_the_folder_are_not_read(rank: int, tmp_path: Path, place: str) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     before = model.state_dict()
     inside = tmp_path / "inside"
     if rank == 0:
@@ -205,7 +203,7 @@ def test_a_tied_model_needs_one_value(rank: int) -> None:
 
     family = FAMILIES["Qwen3"]
     plain = trained(family)
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     with shared_folder() as folder:
         if rank == 0:
             plain.save_pretrained(folder)
@@ -226,11 +224,11 @@ def test_a_tied_model_needs_one_value(rank: int) -> None:
 @on_ranks(2)
 def test_a_save_that_fails_leaves_the_earlier_model(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", trained(family, seed=1), family.is_unit)
+    model = shard(trained(family, seed=1), family.is_unit)
     first = model.state_dict()
     with shared_folder() as folder:
         save_hf(model, folder, max_shard_size="20KB")
-        other = sharded("in place", trained(family, seed=2), family.is_unit)
+        other = shard(trained(family, seed=2), family.is_unit)
         place = "flatfsdp.compat.transformers.files.folder"
         full = mock.patch(f"{place}.NewFiles.write", side_effect=OSError(28, "No space left on device"))
         with full, pytest.raises(OSError, match="No space left"):
@@ -260,7 +258,7 @@ def test_the_base_of_an_adapted_model_is_loaded(rank: int) -> None:
     family = FAMILIES["Llama"]
     plain = trained(family)
     config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
-    model = sharded("in place", peft.get_peft_model(family.build(), config), family.is_unit)
+    model = shard(peft.get_peft_model(family.build(), config), family.is_unit)
     before = model.state_dict()
     with shared_folder() as folder:
         if rank == 0:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Precision, auto_wrap, shard
+from flatfsdp import Precision, shard
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import VOCAB, Family, needs_transformers
 from tests.support.ecosystem.launched import launched
 from tests.support.ranks import on_ranks
@@ -145,7 +144,7 @@ def fabric(world_size: int, _folder: Path) -> float:
     started = Fabric(accelerator="cpu", devices=world_size, strategy=FlatFSDPStrategy())
     started.launch()
     model = bert()
-    model = auto_wrap(model, policy_of(model), precision=BF16, optimize_backward_concat=False)
+    model = shard(model, policy_of(model), precision=BF16)
     model, _ = started.setup(model, torch.optim.AdamW(model.parameters()))
     loss = model(**batch()).loss
     started.backward(loss)
@@ -180,11 +179,10 @@ def test_labels_of_a_regression_are_not_rounded(
         assert program(world_size, tmp_path) == LOSS
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "FP8"])
 @needs_lightning
 @on_ranks(2)
-def test_lightnings_transformer_trains_as_written(rank: int, way: str, fp8: bool) -> None:
+def test_lightnings_transformer_trains_as_written(rank: int, fp8: bool) -> None:
     """Its positional encoding is a plain FP32 tensor, and so are its masks."""
     from lightning.pytorch.demos import Transformer
 
@@ -198,7 +196,7 @@ def test_lightnings_transformer_trains_as_written(rank: int, way: str, fp8: bool
     def is_layer(_name: str, module: nn.Module, _numel: int) -> bool:
         return isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
 
-    model = sharded(way, model, is_layer, precision=precision)
+    model = shard(model, is_layer, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, VOCAB, (2, 17), generator=generator)

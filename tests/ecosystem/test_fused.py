@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from flatfsdp import Precision, fp8
+from flatfsdp import Precision, fp8, shard
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.contract.packed import is_packed, packed_tensor
 from flatfsdp.layers import convert
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, train
 from tests.support.ecosystem.training import train_plain, train_sharded
@@ -35,9 +34,9 @@ pytestmark = needs_transformers
 @on_ranks(2)
 def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_size: int, name: str) -> None:
     found = []
-    for way, flag, reshard in (("wrapped", True, True), ("in place", False, True), ("in place", True, False)):
+    for flag, reshard in ((True, True), (False, True), (True, False)):
         options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-        model = sharded(way, fuse(build(name)), FUSED[name].is_unit, **options)
+        model = shard(fuse(build(name)), FUSED[name].is_unit, **options)
         found.append(train(model, [rank], is_sharded=True))
     for each in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(each, found[0], strict=True))
@@ -48,7 +47,7 @@ def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_
 
 @on_ranks(2)
 def test_query_key_and_value_are_one_operand_without_a_copy() -> None:
-    model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit)
+    model = shard(fuse(build("Llama")), FUSED["Llama"].is_unit)
     attention, seen = model.model.layers[0].self_attn, []
 
     def look(*_: Any) -> None:
@@ -71,7 +70,7 @@ def test_weights_that_only_fused_gemms_read_are_kept_in_fp8(rank: int) -> None:
     found = []
     for flag in (True, False):
         options: dict[str, Any] = {"optimize_backward_concat": flag, "precision": precision}
-        model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
+        model = shard(fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
         tokens = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(rank))
         with fp8.autocast(recipe=fp8.DelayedScaling(reduce_amax=False)):
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -109,7 +108,7 @@ def test_adapters_train_over_a_frozen_pack(rank: int, world_size: int) -> None:
         config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return peft.get_peft_model(module, config)
 
-    model = sharded("in place", adapted(fuse(build("Llama"))), FUSED["Llama"].is_unit)
+    model = shard(adapted(fuse(build("Llama"))), FUSED["Llama"].is_unit)
     expected = train(adapted(build("Llama")), range(world_size), is_sharded=False)
     assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :], tolerance=1e-4)
     assert is_packed(model.base_model.model.model.layers[0].self_attn, "qkv_weight")
@@ -124,9 +123,8 @@ TOO_LATE = {
 
 
 @needs_peft
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int, way: str) -> None:
+def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int) -> None:
     import peft
 
     family = FUSED["Llama"]
@@ -140,7 +138,7 @@ def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int, wa
         "fuse": fuse,
         "convert": lambda model: convert(model, lambda _, name: "_proj" in name),
         "adapt": adapt,
-        "shard": lambda model: sharded(way, model, family.is_unit),
+        "shard": lambda model: shard(model, family.is_unit),
     }
     expected = train_plain(adapt(family.build()), rank, world_size, steps=1).losses
     trained = []
@@ -208,7 +206,7 @@ def test_after_another_engine() -> None:
     with pytest.raises(ValueError, match="is sharded by fully_shard already; fuse first"):
         fuse(by_fsdp2(build("Llama")))
     with pytest.raises(ValueError, match="is a DTensor; FlatFSDP shards plain dense tensors"):
-        sharded("in place", parallel(fuse(build("Llama"))), FUSED["Llama"].is_unit)
+        shard(parallel(fuse(build("Llama"))), FUSED["Llama"].is_unit)
 
 
 @on_ranks(2)
@@ -222,7 +220,7 @@ def test_beside_tensor_parallel_layers(rank: int) -> None:
     found = []
     for flag in (True, False):
         options["optimize_backward_concat"] = flag
-        model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
+        model = shard(fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
         found.append(train(model, [0], is_sharded=True))
         assert is_packed(model.model.layers[0].self_attn, "qkv_weight")
     for each in (found[1], train(fuse(build("Llama")), [0], is_sharded=False)):
@@ -231,7 +229,7 @@ def test_beside_tensor_parallel_layers(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_hook_on_the_head_sees_logits() -> None:
-    model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit)
+    model = shard(fuse(build("Llama")), FUSED["Llama"].is_unit)
     shapes = []
     model.lm_head.register_forward_hook(lambda _, args, out: shapes.append(out.shape))
     loss = model(**batch()).loss

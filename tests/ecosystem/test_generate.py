@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.both_forms import sharded
+from flatfsdp import shard
 from tests.support.ecosystem.families import generated, needs_transformers
 from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import train_sharded
@@ -22,7 +22,7 @@ PROMPT = (3, 5, 7, 9)
 def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
     """A model after one step, in place, and a plain one with its values; both in evaluation mode."""
     family = MODELS[name]
-    model, plain = sharded("in place", family.build(), family.is_unit, **options), family.plain.build()
+    model, plain = shard(family.build(), family.is_unit, **options), family.plain.build()
     plain.load_state_dict(train_sharded(model, rank, steps=1).state)
     return model.eval(), plain.eval()
 

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp import by_class
+from flatfsdp import by_class, shard
 from flatfsdp.compat.transformers import fuse
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ranks import on_ranks
 
 pytest.importorskip("transformers")
-
-
-FORMS = [*WAYS, "fused, in place"]
 
 
 def _llama() -> Any:
@@ -35,12 +31,11 @@ def _llama() -> Any:
     )
 
 
-def _sharded(form: str, net: Any = None) -> tuple[Any, dict[str, torch.nn.Module]]:
+def _sharded(fused: bool, net: Any = None) -> tuple[Any, dict[str, torch.nn.Module]]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     net = _llama() if net is None else net
-    net = fuse(net) if form.startswith("fused") else net
-    model = sharded(form.removeprefix("fused, "), net, by_class(LlamaDecoderLayer))
+    model = shard(fuse(net) if fused else net, by_class(LlamaDecoderLayer))
     return model, dict(model.named_modules())
 
 
@@ -50,21 +45,21 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
-def test_lora_after_sharding(rank: int, form: str) -> None:
+def test_lora_after_sharding(rank: int, fused: bool) -> None:
     import peft
 
-    model, modules = _sharded(form)
+    model, modules = _sharded(fused)
     with pytest.raises(TypeError, match=r"q_proj of LlamaAttention brings parameter .*LoRA"):
-        peft.get_peft_model(getattr(model, "module", model), peft.LoraConfig(target_modules=["q_proj"]))
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     assert dict(model.named_modules()) == modules
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
-def test_resized_embeddings_after_sharding(rank: int, form: str) -> None:
-    model, modules = _sharded(form)
+def test_resized_embeddings_after_sharding(rank: int, fused: bool) -> None:
+    model, modules = _sharded(fused)
     with (
         pytest.raises((TypeError, RuntimeError), match="resize_token_embeddings"),
         model.summon_full_params(),
@@ -74,22 +69,22 @@ def test_resized_embeddings_after_sharding(rank: int, form: str) -> None:
     assert torch.isfinite(_loss(model))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
-def test_adafactor(rank: int, form: str) -> None:
+def test_adafactor(rank: int, fused: bool) -> None:
     from transformers.optimization import Adafactor
 
-    model, _ = _sharded(form)
+    model, _ = _sharded(fused)
     with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
         Adafactor(model.parameters())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
-def test_an_optimizer_from_before(rank: int, form: str) -> None:
+def test_an_optimizer_from_before(rank: int, fused: bool) -> None:
     net = _llama()
     optimizer = torch.optim.AdamW(net.parameters())
-    model, _ = _sharded(form, net)
+    model, _ = _sharded(fused, net)
     _loss(model).backward()
     with pytest.raises(ValueError, match="as it was before the model was sharded"):
         optimizer.step()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flatfsdp import by_class
+from flatfsdp import by_class, shard
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.launched import launched
 from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
@@ -26,9 +25,9 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
 
 
-def _model(way: str) -> Any:
+def _model() -> Any:
     torch.manual_seed(0)
-    return sharded(way, Net(), by_class(Block))
+    return shard(Net(), by_class(Block))
 
 
 def _shards(model: nn.Module) -> list[Tensor]:
@@ -39,19 +38,17 @@ def _assert_unchanged(model: nn.Module, before: list[Tensor]) -> None:
     assert all(map(torch.equal, _shards(model), before))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @needs("accelerate")
 @on_ranks(2)
-def test_accelerate_prepares_all_but_the_model(rank: int, world_size: int, way: str) -> None:
-    with launched(rank, world_size):
-        _accelerate(way)
-
-
-def _accelerate(way: str) -> None:
+def test_accelerate_prepares_all_but_the_model(rank: int, world_size: int) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    model = _model(way)
+    with launched(rank, world_size):
+        _accelerate(Accelerator(cpu=True))
+
+
+def _accelerate(accelerator: Any) -> None:
+    model = _model()
     before = _shards(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=REFUSED):
@@ -86,13 +83,12 @@ class WithLoss(nn.Module):
         return {"loss": self.net(tokens)}
 
 
-@pytest.mark.parametrize("way", WAYS)
 @needs("transformers", "accelerate")
 @on_ranks(2)
-def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path, way: str) -> None:
+def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
     import transformers
 
-    model = _model(way)
+    model = _model()
     before = _shards(model)
     with launched(rank, world_size):
         arguments = transformers.TrainingArguments(
@@ -104,10 +100,9 @@ def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path, way: s
     _assert_unchanged(model, before)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @needs("lightning")
 @on_ranks(1)
-def test_lightning_trainer_with_ddp(tmp_path: Path, way: str) -> None:
+def test_lightning_trainer_with_ddp(tmp_path: Path) -> None:
     import lightning.pytorch as lightning
 
     class Module(lightning.LightningModule):
@@ -121,7 +116,7 @@ def test_lightning_trainer_with_ddp(tmp_path: Path, way: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    model = _model(way)
+    model = _model()
     before = _shards(model)
     trainer = lightning.Trainer(
         accelerator="cpu",

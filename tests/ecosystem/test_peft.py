@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import shard
+from flatfsdp import auto_wrap, shard
 from flatfsdp.compat.transformers import fuse, policy_of
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.both_forms import WAYS, sharded
-from tests.support.ecosystem.covering import covering
 from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
@@ -46,19 +44,19 @@ def with_lora(form: str = "plain") -> Any:
     return fuse(adapted) if form == "fused later" else adapted
 
 
-@pytest.mark.parametrize(
-    ("form", "way", "flag", "zero"), list(covering(FORMS, list(WAYS), ["on", "off"], ["zero3", "zero2"]))
-)
+@pytest.mark.parametrize("flag", ["on", "off"])
+@pytest.mark.parametrize("zero", ["zero3", "zero2"])
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_adapters_train(rank: int, world_size: int, form: str, way: str, flag: str, zero: str) -> None:
+def test_adapters_train(rank: int, world_size: int, form: str, flag: str, zero: str) -> None:
     options = {"optimize_backward_concat": flag == "on", "reshard_after_forward": zero == "zero3"}
-    model = sharded(way, with_lora(form), LLAMA.is_unit, **options)
+    model = shard(with_lora(form), LLAMA.is_unit, **options)
     found, expected = train_sharded(model, rank), train_plain(with_lora(form), rank, world_size)
     assert_same_training(found, expected)
     in_plain = train_plain(with_lora(), rank, world_size)
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
     assert list(found.state) == list(in_plain.state)
-    base = getattr(model, "module", model).base_model.model.model.layers[0].self_attn
+    base = model.base_model.model.model.layers[0].self_attn
     assert is_packed(base, "qkv_weight") == (form != "plain")
 
 
@@ -67,7 +65,7 @@ def test_adapters_train(rank: int, world_size: int, form: str, way: str, flag: s
 def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int, form: str) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
-    model = sharded("in place", with_lora(form), LLAMA.is_unit)
+    model = shard(with_lora(form), LLAMA.is_unit)
     state = train_sharded(model, rank).state
     with shared_folder() as folder:
         model.save_pretrained(folder / str(rank))
@@ -92,7 +90,7 @@ def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int, form:
 @on_ranks(2)
 def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, form: str, flag: str) -> None:
     """Adapters are disabled for a reference model, also between forward and backward."""
-    model = sharded("in place", with_lora(form), LLAMA.is_unit, optimize_backward_concat=flag == "on")
+    model = shard(with_lora(form), LLAMA.is_unit, optimize_backward_concat=flag == "on")
     plain, base = with_lora(form), LLAMA._replace(is_fused=form != "plain").build()
     batch: dict[str, Any] = batches_of(rank, 0)[0]
     # A fused model with labels returns no logits; with a cache, and unsharded, it is not fused.
@@ -138,19 +136,18 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
         torch.manual_seed(1)
         return peft.get_peft_model(base, copy.deepcopy(config))
 
-    model = sharded("in place", adapted(family.build()), family.is_unit)
+    model = shard(adapted(family.build()), family.is_unit)
     found = train_sharded(model, rank, steps=1)
     assert_same_training(found, train_plain(adapted(family.build()), rank, world_size, steps=1))
     in_plain = train_plain(adapted(family.plain.build()), rank, world_size, steps=1)
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "target",
     [{"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj"]}],
 )
-def test_lora_of_routers_and_experts_is_refused(way: str, target: dict[str, Any]) -> None:
+def test_lora_of_routers_and_experts_is_refused(target: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
     family = FAMILIES["Mixtral"]
@@ -160,16 +157,15 @@ def test_lora_of_routers_and_experts_is_refused(way: str, target: dict[str, Any]
     what = r"gate \(weight" if is_router else r"experts \(gate_up_proj"
     message = rf"adapts a parameter of \S*{what} of a Mixtral.*no routers or experts"
     with pytest.raises(ValueError, match=message):
-        sharded(way, model, family.is_unit)
-    if way == "in place":
-        assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    sharded(way, get_peft_model(family.build(), LoraConfig(target_modules=["q_proj"])), family.is_unit)
+        shard(model, family.is_unit)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    shard(get_peft_model(family.build(), LoraConfig(target_modules=["q_proj"])), family.is_unit)
 
 
 @on_ranks(2)
 def test_merged_adapters_stay_where_they_are(rank: int) -> None:
     """This also holds inside `unsharded`, where otherwise only copies would be merged."""
-    model, plain = sharded("in place", with_lora(), LLAMA.is_unit), with_lora()
+    model, plain = shard(with_lora(), LLAMA.is_unit), with_lora()
     batch = batches_of(rank, 0)[0]
     for name in ("merge_adapter", "unmerge_adapter"):
         with torch.no_grad():
@@ -188,7 +184,7 @@ def test_merged_adapters_stay_where_they_are(rank: int) -> None:
 def test_what_would_take_modules_out_or_bring_others_is_refused(rank: int) -> None:
     import peft
 
-    model = sharded("in place", with_lora(), LLAMA.is_unit)
+    model = shard(with_lora(), LLAMA.is_unit)
     state = model.state_dict()
     calls = {
         "merge_and_unload": model.merge_and_unload,
@@ -215,7 +211,7 @@ def test_of_several_adapters_one_is_chosen(rank: int, world_size: int) -> None:
         model.add_adapter("other", peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
         return model
 
-    model, plain = sharded("in place", with_two(), LLAMA.is_unit), with_two()
+    model, plain = shard(with_two(), LLAMA.is_unit), with_two()
     with pytest.raises(RuntimeError, match=r"set_adapter of .* inference_mode=True"):
         model.set_adapter("other")
     with torch.no_grad():
@@ -257,7 +253,7 @@ def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_siz
             torch.manual_seed(1)
             return peft.get_peft_model(LLAMA.build(), getattr(peft, kind)(**options))  # noqa: B023
 
-        model = sharded("in place", adapted(), LLAMA.is_unit)
+        model = shard(adapted(), LLAMA.is_unit)
         found = train_sharded(model, rank, steps=2)
         assert_same_training(found, train_plain(adapted(), rank, world_size, steps=2))
         with shared_folder() as folder:
@@ -307,7 +303,7 @@ def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> N
 def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
     from peft import get_peft_model_state_dict
 
-    model = sharded("wrapped", with_lora(), LLAMA.is_unit)
+    model = auto_wrap(with_lora(), LLAMA.is_unit)
     state = model.state_dict()
     in_place = r"wrapped PEFT model would not find its adapters.*flatfsdp\.shard"
     with pytest.raises(AttributeError, match=in_place):

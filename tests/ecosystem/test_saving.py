@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import Precision
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import Precision, auto_wrap, shard
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
@@ -34,12 +33,11 @@ def read(family: Family, folder: Path) -> Any:
     return getattr(transformers, family.model).from_pretrained(folder, local_files_only=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
+def test_save_pretrained_of_the_wrapped_module(rank: int) -> None:
     """The wrapper's state dict is passed in."""
-    family = MODELS[name]
-    model = sharded("wrapped", family.build(), family.is_unit)
+    family = FAMILIES["Llama"]
+    model = auto_wrap(family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with pytest.raises(AttributeError, match=r"write only a part of it.*flatfsdp\.shard"):
         model.save_pretrained("nowhere")
@@ -54,7 +52,7 @@ def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
 @on_ranks(2)
 def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> None:
     family = MODELS[name]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with shared_folder() as folder:
         # Each rank has its own folder, which shows who writes.
@@ -78,7 +76,7 @@ def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> 
 @on_ranks(2)
 def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit, timeout=1.0)
+    model = shard(family.build(), family.is_unit, timeout=1.0)
     train_sharded(model, rank, steps=1)
     with shared_folder() as folder:
         if rank == 0:
@@ -97,11 +95,11 @@ def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
     """All ranks that share the model save, or one with a state dict; the dtype is that of the files."""
     family = FAMILIES["Llama"]
     options: dict[str, Any] = {"precision": Precision(compute=torch.bfloat16)}
-    model = sharded("in place", family.build(), family.is_unit, **options)
+    model = shard(family.build(), family.is_unit, **options)
     state = model.state_dict()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     options["mesh"] = DeviceMesh.from_group(alone, "cpu")
-    by_itself = sharded("in place", family.build(), family.is_unit, **options)
+    by_itself = shard(family.build(), family.is_unit, **options)
     with shared_folder() as folder:
         model.save_pretrained(folder / "together")
         if rank == 0:
@@ -119,7 +117,7 @@ def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
 @on_ranks(2)
 def test_an_error_of_the_rank_that_writes_reaches_all(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = shard(family.build(), family.is_unit)
     with shared_folder() as folder:
         if rank == 0:
             (folder / "config.json").mkdir()
@@ -135,7 +133,7 @@ def test_counts_and_dtypes_are_those_of_the_whole_model(rank: int, name: str) ->
     expected = family.build()
     numbers = expected.num_parameters(), expected.num_parameters(exclude_embeddings=True)
     footprint = expected.get_memory_footprint()
-    model = sharded("in place", family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
+    model = shard(family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
     for _ in range(2):
         assert (model.num_parameters(), model.num_parameters(exclude_embeddings=True)) == numbers
         assert model.get_memory_footprint() == footprint
@@ -146,9 +144,8 @@ def test_counts_and_dtypes_are_those_of_the_whole_model(rank: int, name: str) ->
         assert bool(loss.isfinite())
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_embeddings_are_resized_before_or_not_at_all(rank: int, world_size: int, way: str) -> None:
+def test_embeddings_are_resized_before_or_not_at_all(rank: int, world_size: int) -> None:
     family = FAMILIES["Llama"]
 
     def resized() -> Any:
@@ -157,12 +154,8 @@ def test_embeddings_are_resized_before_or_not_at_all(rank: int, world_size: int,
         model.resize_token_embeddings(80)
         return model
 
-    model = sharded(way, resized(), family.is_unit)
+    model = shard(resized(), family.is_unit)
     with pytest.raises((RuntimeError, TypeError), match=r"resize_token_embeddings.*(before|then) .*shard"):
         model.resize_token_embeddings(96)
-    if way == "wrapped":
-        # It had written to an attribute by then, which raises once.
-        with pytest.raises(RuntimeError, match="was written to as an attribute"):
-            train_sharded(model, rank, steps=1)
     found = train_sharded(model, rank, steps=1)
     assert_same_training(found, train_plain(resized(), rank, world_size, steps=1))

@@ -5,30 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatfsdp import by_class
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import by_class, shard
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.left_behind import PLACES, Gated, Model, check, inputs, loss_of
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-@EACH_WAY
 @FLAGS
 @on_ranks(2, backend="nccl")
-def test_what_a_unit_leaves_on_its_modules_is_like_an_output(way: str, flag: bool) -> None:
+def test_what_a_unit_leaves_on_its_modules_is_like_an_output(flag: bool) -> None:
     for place in PLACES:
-        model = sharded(way, Model(place).cuda(), by_class(Gated), optimize_backward_concat=flag)
+        model = shard(Model(place).cuda(), by_class(Gated), optimize_backward_concat=flag)
         check(Model(place).cuda(), model, inputs(2, "cuda"))
 
 
 @FLAGS
 @on_ranks(2, backend="nccl")
 def test_what_a_unit_leaves_elsewhere_raises(flag: bool) -> None:
-    model = sharded("in place", Model("outside").cuda(), by_class(Gated), optimize_backward_concat=flag)
+    model = shard(Model("outside").cuda(), by_class(Gated), optimize_backward_concat=flag)
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         loss_of(model, inputs(1, "cuda")[0]).backward()
 
@@ -36,7 +33,7 @@ def test_what_a_unit_leaves_elsewhere_raises(flag: bool) -> None:
 @FLAGS
 @on_ranks(2, backend="nccl")
 def test_writes_through_data_between_forwards_raise(flag: bool) -> None:
-    model = sharded("in place", Model("attribute").cuda(), by_class(Gated), optimize_backward_concat=flag)
+    model = shard(Model("attribute").cuda(), by_class(Gated), optimize_backward_concat=flag)
     weight = model.blocks[0].gate.weight
     for write in (lambda: weight.data.zero_(), lambda: weight.data[0].fill_(1.0)):
         write()

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Precision, by_class, checkpoint, microbatches
-from tests.support.both_forms import sharded
+from flatfsdp import Precision, by_class, checkpoint, microbatches, shard
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
@@ -151,9 +150,9 @@ class Unsharded:
 class Sharded:
     """The same layers in the hands of FlatFSDP."""
 
-    def __init__(self, way: str, recipe: str, **options: Any) -> None:
+    def __init__(self, recipe: str, **options: Any) -> None:
         stack = Stack(torch.float32, recipe)
-        self.model = sharded(way, stack, by_class(layer_class()), precision=BF16, device="cuda", **options)
+        self.model = shard(stack, by_class(layer_class()), precision=BF16, device="cuda", **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
 
     def step(self, step: int, count: int, cached: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -175,10 +174,6 @@ def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     ]
 
 
-WAYS = [("wrapped", False), ("wrapped", True), ("in place", False), ("in place", True)]
-"""How the model is sharded, and `optimize_backward_concat`."""
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
 @pytest.mark.parametrize("cached", [False, True], ids=["cast-each", "cast-first"])
 @pytest.mark.parametrize("count", [1, 4], ids=["m1", "m4"])
@@ -190,11 +185,11 @@ def test_bits_are_those_of_unsharded_layers(rank: int, recipe: str, cached: bool
     expected = [reference.step(step, count, cached) for step in range(STEPS)]
     assert all(loss.isfinite() for losses, _ in expected for loss in losses)
     masters = {name: master.detach() for name, master in reference.masters.items()}
-    for way, flag in WAYS:
+    for flag in (False, True):
         for reshard in (True, False):
             forget()
-            run = Sharded(way, recipe, reshard_after_forward=reshard, optimize_backward_concat=flag)
-            where = f"{way}, flag {flag}, reshard {reshard}"
+            run = Sharded(recipe, reshard_after_forward=reshard, optimize_backward_concat=flag)
+            where = f"flag {flag}, reshard {reshard}"
             for step, (losses, grads) in enumerate(expected):
                 found, found_grads = run.step(step, count, cached)
                 assert [loss.item() for loss in found] == [loss.item() for loss in losses], (where, step)
@@ -213,7 +208,7 @@ def test_fp8_weights_are_freed_with_the_parameters(rank: int, recipe: str) -> No
     def held(reshard: bool) -> int:
         """Bytes between a forward and its backward that were not there before."""
         forget()
-        run = Sharded("in place", recipe, reshard_after_forward=reshard)
+        run = Sharded(recipe, reshard_after_forward=reshard)
         run.step(0, 1, False)
         before = torch.cuda.memory_allocated()
         loss = run.model(*batches(1, 1), None)
@@ -225,22 +220,19 @@ def test_fp8_weights_are_freed_with_the_parameters(rank: int, recipe: str) -> No
     assert held(False) - held(True) >= 1.9 * weights
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @on_ranks(backend="nccl")
-def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
-    rank: int, way: str, tmp_path: Path
-) -> None:
+def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(rank: int, tmp_path: Path) -> None:
     forget()
-    whole = Sharded(way, "delayed")
+    whole = Sharded("delayed")
     expected = [whole.step(step, 2, True) for step in range(5)]
     forget()
-    first = Sharded(way, "delayed")
+    first = Sharded("delayed")
     for step in range(2):
         first.step(step, 2, True)
     checkpoint.save(tmp_path / "saved", first.model, first.optimizer)
     forget()
-    second = Sharded(way, "delayed")
+    second = Sharded("delayed")
     second.step(7, 2, True)
     checkpoint.load(tmp_path / "saved", second.model, second.optimizer)
     for step in range(2, 5):

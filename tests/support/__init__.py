@@ -10,7 +10,6 @@ How they run:
 
 Models, their data and their training:
     models              a small language model in FlatFSDP, what its training leaves, whether that is the same
-    both_forms          a model that is wrapped, or sharded in place
     against_plain       the gradients of the plain model, and what FlatFSDP has in memory
     tp_models           a tensor-parallel model made by hand
     llamas, pipelines   a Llama, and a model in stages: with any ranks a dimension, or in one process

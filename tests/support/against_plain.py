@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP
 from flatfsdp.engine.whole.units import units_in
 from tests.support.models import Net, data
 
@@ -66,7 +65,7 @@ def assert_equal(ours: Grads, expected: Grads) -> None:
     assert not different
 
 
-def resident_bytes(model: FlatFSDP) -> list[int]:
+def resident_bytes(model: Any) -> list[int]:
     """Memory of each unit's unsharded parameters, root first: bytes of the storages, not what flags say."""
     return [
         sum(g.buffer.tensor.untyped_storage().nbytes() for g in wrapped.fsdp_state.groups)
@@ -81,7 +80,7 @@ def fp32_tensors() -> list[Tensor]:
     return [tensor for tensor in found if tensor.dtype == torch.float32]
 
 
-def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
+def gradient_buffers(model: Any, others: list[Tensor]) -> int:
     """Storages that are as large as some unit's FP32 gradient.
 
     Asks the garbage collector, not the engine, so compute in bf16: an FP32 FlatBuffer is as large.

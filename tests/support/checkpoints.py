@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp import FlatFSDP, checkpoint
+from flatfsdp import checkpoint
 from tests.support.models import Block, data
 
 FORMS = ["full", "rank 0", "sharded"]
@@ -38,12 +38,12 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def wrapped(seed: int, flag: bool = True, **options: Any) -> FlatFSDP:
+def wrapped(seed: int, flag: bool = True, **options: Any) -> Any:
     torch.manual_seed(seed)
-    return flatfsdp.auto_wrap(Model(), flatfsdp.by_class(Block), optimize_backward_concat=flag, **options)
+    return flatfsdp.shard(Model(), flatfsdp.by_class(Block), optimize_backward_concat=flag, **options)
 
 
-def adamw(model: FlatFSDP, grouped: bool) -> torch.optim.Optimizer:
+def adamw(model: Any, grouped: bool) -> torch.optim.Optimizer:
     """Grouped: no weight decay for what has fewer than two dimensions, another rate for one matrix."""
     groups: Any = model.parameters()
     if grouped:
@@ -57,14 +57,14 @@ def adamw(model: FlatFSDP, grouped: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def full_state(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": checkpoint.full_state_dict(model),
         "optimizer": checkpoint.full_optimizer_state_dict(model, optimizer),
     }
 
 
-def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """The same batch on all ranks, so that the result does not depend on their number."""
     ((tokens,),) = data(seed, 1, 1)
     model(tokens).backward()
@@ -73,7 +73,7 @@ def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def load_form(
-    form: str, folder: str, model: FlatFSDP, optimizer: torch.optim.Optimizer, rank: int
+    form: str, folder: str, model: Any, optimizer: torch.optim.Optimizer, rank: int
 ) -> dict[str, Any]:
     """Loads one of `FORMS` that was saved to the folder; returns all that was saved.
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp import by_class, microbatches, shard
 from flatfsdp.fp8 import autocast
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
 from tests.support.meshes import placed
@@ -47,8 +47,8 @@ def same_on_all_ranks(tensors: list[Tensor]) -> bool:
     return True
 
 
-def build(flag: bool = True, seed: int = 0, **options: Any) -> FlatFSDP:
-    return auto_wrap(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **placed(options))
+def build(flag: bool = True, seed: int = 0, **options: Any) -> Any:
+    return shard(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **placed(options))
 
 
 def train(

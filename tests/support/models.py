@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches, shard
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import ParamSlot
 from tests.support.meshes import placed
@@ -50,9 +53,39 @@ class Net(nn.Module):
         return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def build(seed: int = 0, **options: Any) -> FlatFSDP:
+class RecomputedNet(Net):
+    """A checkpoint around each block, or inside of it."""
+
+    def __init__(self, reentrant: bool = False, around: bool = True) -> None:
+        super().__init__()
+        self.reentrant, self.around = reentrant, around
+        for block in self.blocks if not around else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.around else block(x)
+        return self.head(x)
+
+
+def build(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return shard(Net(), by_class(Block), **placed(options))
+
+
+def wrapped(seed: int = 0, **options: Any) -> FlatFSDP:
     torch.manual_seed(seed)
     return auto_wrap(Net(), by_class(Block), **{"optimize_backward_concat": False, **placed(options)})
+
+
+def flat(seed: int = 0, **options: Any) -> FullyShardedDataParallel:
+    """The same with flat parameters, as fairscale's class has them."""
+    torch.manual_seed(seed)
+    net = Net()
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(net, **options)
 
 
 def data(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:
@@ -70,7 +103,7 @@ class Trace(NamedTuple):
     optimizer: list[Tensor]
 
 
-def train(model: FlatFSDP, rank: int, steps: int = 3, count: int = 3) -> Trace:
+def train(model: Any, rank: int, steps: int = 3, count: int = 3) -> Trace:
     """AdamW over the flat shards; records reduced gradients before clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
@@ -127,7 +160,7 @@ def repeatable() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def grads_of(model: FlatFSDP) -> list[Tensor]:
+def grads_of(model: Any) -> list[Tensor]:
     return [p.grad.as_subclass(Tensor).clone() for p in model.parameters() if p.grad is not None]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 
-from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class
+from flatfsdp import Debug, by_class, shard
 from flatfsdp.parallel import FlatStage
 from tests.support.models import VOCAB, WIDTH, Block, whole_grads
 from tests.support.ranks import cached_in_file
@@ -50,8 +50,8 @@ def mesh_of(pp: int, dp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
 
 
-def by_block(part: Part, **options: Any) -> FlatFSDP:
-    return auto_wrap(part, by_class(Block), **{"optimize_backward_concat": False, **options})
+def by_block(part: Part, **options: Any) -> Any:
+    return shard(part, by_class(Block), **options)
 
 
 def one_by_one(part: Part, **options: Any) -> Part:
@@ -59,7 +59,7 @@ def one_by_one(part: Part, **options: Any) -> Part:
     for parent, name in ((part, "embedding"), (part, "head"), *((part.blocks, str(i)) for i in range(2))):
         child = getattr(parent, name)
         if list(child.parameters()):
-            setattr(parent, name, FlatFSDP(child, **{"optimize_backward_concat": False, **options}))
+            setattr(parent, name, shard(child, **options))
     return part
 
 

@@ -81,14 +81,13 @@ class _Draw:
         self._slots = [2, *(choose((1, 2, 3)) for _ in range(choose((1, 2))))]
         self._min_numel = choose((0, 0, EACH_LAYER, EACH_SEVERAL))
         kinds = ("torch SGD", "torch SGD nesterov", "torch AdamW", "our SGD", "our SGD nesterov", "our AdamW")
-        kind, way = choose(kinds), choose(("in place", "in place", "in place", "wrapped"))
+        kind = choose(kinds)
         updates = [each for each in get_args(Update) if each != "optimizer clips" or kind.startswith("our")]
         setup = {
             "kind": kind,
-            "way": way,
             "update": "step" if self._chance(0.4) else choose(updates),
             "decay": choose((0.0, 0.1)),
-            "groups": way == "in place" and self._chance(0.3),
+            "groups": self._chance(0.3),
             "optimize_backward_concat": self._chance(0.5),
             "reshard_after_forward": self._chance(0.5),
             "grad_sync": choose(("last", "last", "every")),
@@ -96,14 +95,14 @@ class _Draw:
         names = [name for name, _ in slot_net(self._slots).named_parameters()]
         units = [f"units.{number}" for number in range(len(self._slots))]
         # Something stays trained in every loss.
-        candidates = [n for n in names if n != "inlet.weight"] + units if way == "in place" else units
+        candidates = [n for n in names if n != "inlet.weight"] + units
         freezes, penalizes = self._chance(0.4), self._chance(0.5)
         steps: list[Step] = []
         for _ in range(choose((3, 4))):
             frozen = steps[-1].frozen if steps else []
             if freezes and self._chance(0.6):
                 frozen = self._random.sample(candidates, min(len(candidates), choose((0, 1, 2, 4))))
-            parts = names if way == "in place" and not freezes else [""]
+            parts = [""] if freezes else names
             steps.append(
                 Step(frozen, self._microbatches(parts if penalizes else []), "none", self._chance(0.3))
             )

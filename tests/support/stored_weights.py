@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, by_class, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
 from tests.support.meshes import placed
@@ -31,16 +31,11 @@ class Net(Stack):
         return self.last(super().forward(x, is_first_microbatch))
 
 
-def build(in_fp8: bool, compute: torch.dtype = torch.float32, fuse: Any = False, **options: Any) -> FlatFSDP:
-    net = seeded(partial(Net, fuse))
+def build(in_fp8: bool, compute: torch.dtype = torch.float32, fuse: Any = False, **options: Any) -> Any:
+    wrap = options.pop("wrap", shard)
     precision = Precision(compute=compute, fp8_weights=RECIPE if in_fp8 else "in_layers")
-    return auto_wrap(
-        net,
-        by_class(Block),
-        precision=precision,
-        debug=Debug(poison_on_free=True),
-        **{"optimize_backward_concat": False, **placed(options)},
-    )
+    options |= {"precision": precision, "debug": Debug(poison_on_free=True)}
+    return wrap(seeded(partial(Net, fuse)), by_class(Block), **placed(options))
 
 
 def batches(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:
@@ -49,7 +44,7 @@ def batches(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:
         yield [2.0**step * torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(count)]
 
 
-def train(model: FlatFSDP, rank: int, steps: int = 3, count: int = 2, recipe: Any = RECIPE) -> list[Tensor]:
+def train(model: Any, rank: int, steps: int = 3, count: int = 2, recipe: Any = RECIPE) -> list[Tensor]:
     """Losses; AdamW at a rate that moves every scale."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     losses = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import by_class, shard
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.layers.shared import initialize
@@ -147,7 +147,7 @@ def build_tp(
     seed: int = 0,
     replicates: bool = False,
     **options: Any,
-) -> FlatFSDP:
+) -> Any:
     """Tensor-parallel over mesh["tp"]; without a mesh, not at all, over all ranks."""
     torch.manual_seed(seed)
     if mesh is not None:
@@ -156,4 +156,4 @@ def build_tp(
             data = replicating(data.get_group())
         options |= {"mesh": data, "tp_group": mesh.get_group("tp")}
     net = ParallelNet(Ranks.of(options.get("tp_group")), fused=fused)
-    return auto_wrap(net, by_class(ParallelMLP), **{"optimize_backward_concat": False, **options})
+    return shard(net, by_class(ParallelMLP), **options)

@@ -19,12 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flatfsdp.optim
-from flatfsdp import by_class, microbatches
+from flatfsdp import by_class, microbatches, shard
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.api.wrap import WrapPolicy
-from flatfsdp.engine.whole.units import named_groups
-from flatfsdp.flat.layout import ParamSlot
-from tests.support.both_forms import sharded
 
 WIDTH = 4
 TOLERANCE = 1e-6
@@ -125,14 +122,6 @@ def _optimizer(kind: str, params: Any, decay: float, max_norm: float | None = No
     return getattr(namespace, what)(params, weight_decay=decay, **options)
 
 
-class Entry(NamedTuple):
-    """A parameter that the sharded model lists: a part of one of the plain model's, or a flat one of many."""
-
-    names: list[str]
-    slots: Sequence[ParamSlot]
-    parameter: nn.Parameter
-
-
 class Twins:
     """Both models, each with an optimizer.
 
@@ -140,8 +129,8 @@ class Twins:
         net: the model; it is copied before one of both is sharded.
         kind: of the optimizers, such as "torch AdamW" or "our SGD nesterov".
         update: who clips, if anybody does, or whether a scaler makes the step.
-        groups: whether matrices and other parameters are groups of their own; only in place.
-        options: of `shard` or `auto_wrap`.
+        groups: whether matrices and other parameters are groups of their own.
+        options: of `shard`.
 
     Attributes:
         ours, plain: the two models.
@@ -153,17 +142,17 @@ class Twins:
         kind: str,
         *,
         policy: WrapPolicy | None = None,
-        way: str = "in place",
         update: Update = "step",
         decay: float = 0.1,
         groups: bool = False,
         **options: Any,
     ) -> None:
-        self.plain, self.ours = copy.deepcopy(net), sharded(way, net, policy or by_class(Slots), **options)
+        self.plain = copy.deepcopy(net)
+        self.ours: Any = shard(net, policy or by_class(Slots), **options)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._way, self._update = way, update
-        self._theirs = dict(self.plain.named_parameters())
-        self._entries = list(self._listed())
+        self._update = update
+        self._parts, self._theirs = (dict(each.named_parameters()) for each in (self.ours, self.plain))
+        assert self._parts.keys() == self._theirs.keys()
         self._starts = [{n: p.detach().clone() for n, p in of.items()} for of in (self._parts, self._theirs)]
         max_norm = MAX_NORM if update == "optimizer clips" else None
         grouped = _by_dimensions if groups else lambda parameters: list(parameters)
@@ -175,26 +164,12 @@ class Twins:
         self._scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
         self._steps = 0
 
-    def _listed(self) -> Any:
-        if self._way == "in place":
-            found = dict(self.ours.named_parameters())
-            assert found.keys() == self._theirs.keys()
-            yield from (Entry([name], (), parameter) for name, parameter in found.items())
-        else:
-            for prefix, group in named_groups(self.ours):
-                slots = group.layout.slots
-                yield Entry([prefix + slot.name for slot in slots], slots, group.master.flat)
-
-    @property
-    def _parts(self) -> dict[str, nn.Parameter]:
-        return {" ".join(entry.names): entry.parameter for entry in self._entries}
-
     def freeze(self, names: Sequence[str]) -> None:
         """Freezes these parameters of both, or modules, and unfreezes all others."""
-        for entry in self._entries:
-            frozen = any(f"{entry.names[0]}.".startswith(f"{each}.") for each in names)
-            for parameter in (entry.parameter, *(self._theirs[name] for name in entry.names)):
-                parameter.requires_grad_(not frozen)
+        for name, parameter in self._parts.items():
+            frozen = any(f"{name}.".startswith(f"{each}.") for each in names)
+            for each in (parameter, self._theirs[name]):
+                each.requires_grad_(not frozen)
 
     def step(self, step: Sequence[Microbatch], *, by_no_sync: bool = False) -> None:
         """Trains both by one step, and compares all that can be seen of it; keeps the gradients."""
@@ -241,13 +216,7 @@ class Twins:
         for one in step:
             if one.penalty is not None:
                 one.penalty.of(self._theirs, self._starts[1]).backward()
-        grads = _sum([left, mean, self._taken_grads()])
-        for entry in self._entries:
-            # A flat parameter has a gradient, zero for those that were not used, if one of its slots was.
-            if grads.keys() & set(entry.names):
-                for name in entry.names:
-                    grads.setdefault(name, torch.zeros_like(self._theirs[name]))
-        for name, grad in grads.items():
+        for name, grad in _sum([left, mean, self._taken_grads()]).items():
             self._theirs[name].grad = grad
 
     def _taken_grads(self) -> dict[str, Tensor]:
@@ -281,10 +250,9 @@ class Twins:
     def compare_gradients(self) -> None:
         """Which of them are None, on all ranks alike, and the values of the others."""
         scale = SCALE if self._update == "scaler" else 1.0
-        found = _over_ranks([_plain(entry.parameter.grad) for entry in self._entries])
-        for entry, parts in zip(self._entries, found, strict=True):
-            grads = [self._theirs[name].grad for name in entry.names]
-            self._compare(entry, "gradient", parts, [None if g is None else scale * g for g in grads])
+        found = _over_ranks([_plain(parameter.grad) for parameter in self._parts.values()])
+        for (name, their), parts in zip(self._theirs.items(), found, strict=True):
+            self._compare(f"gradient of {name}", parts, None if their.grad is None else scale * their.grad)
 
     def compare_values(self) -> None:
         """Compares by the largest weight, as an error of 1e-6 of it is none of a step."""
@@ -300,39 +268,28 @@ class Twins:
         for key in ("step", "momentum_buffer", "exp_avg", "exp_avg_sq"):
             if key == "step" and isinstance(self.optimizer, flatfsdp.optim.SGD):
                 continue  # It counts, and PyTorch's does not.
-            has_elements = [entry.parameter.numel() > 0 for entry in self._entries]
-            own = [_plain(self.optimizer.state.get(e.parameter, {}).get(key)) for e in self._entries]
+            has_elements = [parameter.numel() > 0 for parameter in self._parts.values()]
+            own = [_plain(self.optimizer.state.get(p, {}).get(key)) for p in self._parts.values()]
             found = _over_ranks(own, has_elements)
-            for entry, parts in zip(self._entries, found, strict=True):
-                states = [self.plain_optimizer.state.get(self._theirs[name], {}) for name in entry.names]
-                expected = [each.get(key) for each in states]
+            for (name, their), parts in zip(self._theirs.items(), found, strict=True):
+                expected = self.plain_optimizer.state.get(their, {}).get(key)
                 if key == "step":
-                    counts = [{None if n is None else float(n) for n in each} for each in (parts, expected)]
-                    assert counts[0] == counts[1], f"steps of {entry.names[0]}: {counts[0]}, not {counts[1]}"
+                    counts = [{None if n is None else float(n) for n in each} for each in (parts, [expected])]
+                    assert counts[0] == counts[1], f"steps of {name}: {counts[0]}, not {counts[1]}"
                 else:
-                    self._compare(entry, key, parts, expected)
+                    self._compare(f"{key} of {name}", parts, expected)
 
-    def _compare(
-        self, entry: Entry, what: str, parts: Sequence[Tensor | None], expected: Sequence[Tensor | None]
-    ) -> None:
-        """Compares what ranks have of a parameter with what plain ones have; None if there is nothing."""
-        label = f"{what} of {entry.names[0]}"
-        are_none = {part is None for part in parts}, {each is None for each in expected}
-        assert are_none[0] == are_none[1] and len(are_none[0]) == 1, (
-            f"{label}: {_described(parts)}, not {_described(expected)}"
+    def _compare(self, label: str, parts: Sequence[Tensor | None], expected: Tensor | None) -> None:
+        """Compares what ranks have of a parameter with what the plain one has; None if there is nothing."""
+        assert {part is None for part in parts} == {expected is None}, (
+            f"{label}: {_described(parts)}, not {_described([expected])}"
         )
-        if True in are_none[0]:
-            return
-        whole = torch.cat([part for part in parts if part is not None])
-        theirs = [each for each in expected if each is not None]
-        if self._way == "in place":
-            values = [whole.view(theirs[0].shape)]
-        else:
-            values = [whole[s.offset : s.offset + s.numel].view(s.shape) for s in entry.slots]
-        largest = max(float(each.abs().max()) for each in theirs)
-        for name, value, their in zip(entry.names, values, theirs, strict=True):
-            error = float((value - their).abs().max())
-            assert error <= 10 * TOLERANCE * max(largest, 0.1), f"{what} of {name} is off by {error}"
+        if expected is not None:
+            whole = torch.cat([part for part in parts if part is not None]).view(expected.shape)
+            error = float((whole - expected).abs().max())
+            assert error <= 10 * TOLERANCE * max(float(expected.abs().max()), 0.1), (
+                f"{label} is off by {error}"
+            )
 
 
 def _by_dimensions(parameters: Any) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
 
 
 def make_units(model: nn.Module, policy: WrapPolicy | None, make: Callable[..., M], options: Options) -> M:
-    """Makes a unit of each module that the policy picks, inner ones first, and of the model, which it returns.
+    """Makes units of the modules that the policy picks, inner ones first, and of the model; returns the last.
 
     Args:
         make: function of a module and options that makes the unit; if it returns another object, that takes

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from flatfsdp import by_class, checkpoint, optim, shard
-from tests.support.checkpoints import Model, equal, wrapped
+from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
+from tests.support.checkpoints import Model, equal
 from tests.support.models import Block, data
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -220,7 +224,11 @@ def test_a_manager_and_the_memory_report_count_what_is_there(tmp_path: Path, kin
 def test_flat_parameters_take_the_states_of_whole_units_or_raise(tmp_path: Path) -> None:
     """A flat parameter has one state; nothing has changed if the saved ones are not alike."""
     model, optimizer = made("torch AdamW")
-    flat = wrapped(1)
+    torch.manual_seed(1)
+    net = Model()
+    for index, block in enumerate(net.blocks):
+        net.blocks[index] = FullyShardedDataParallel(block)
+    flat = FullyShardedDataParallel(net)
     target = torch.optim.AdamW(flat.parameters(), lr=1e-2)
     for step, absent in enumerate((("blocks.1.",), ("blocks.0.up.weight",))):
         model(next(data(step, 1, 1))[0]).backward()
@@ -238,3 +246,35 @@ def test_flat_parameters_take_the_states_of_whole_units_or_raise(tmp_path: Path)
     with pytest.raises(ValueError, match="one of them is missing"):
         checkpoint.load(folder, flat, target)
     assert equal(whole(flat, target), before)
+
+
+@EACH
+@on_ranks(2)
+def test_saving_copies_no_state(kind: str) -> None:
+    model, optimizer = made(kind)
+    train(model, optimizer, range(1))
+    own = {
+        value.data_ptr()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() and value.numel()
+    }
+    states = sharded_optimizer_state_dict(model, optimizer)["state"].values()
+    parts = (value for state in states for value in state.values() if isinstance(value, ShardedTensor))
+    # A piece that is no box is saved as several, of which the first one begins where it does.
+    assert own <= {part.tensor.data_ptr() for value in parts for part in value.local_shards()}
+
+
+@on_ranks(2)
+def test_an_ordinary_reader_finds_whole_tensors_under_the_original_names(tmp_path: Path) -> None:
+    model, optimizer = made("AdamW")
+    train(model, optimizer, range(2))
+    moments = {
+        name: {"exp_avg": state["exp_avg"]}
+        for name, state in checkpoint.full_optimizer_state_dict(model, optimizer)["state"].items()
+        if name != "scale"  # which has no dimensions
+    }
+    checkpoint.save(tmp_path, model, optimizer)
+    found = {name: {"exp_avg": torch.zeros_like(state["exp_avg"])} for name, state in moments.items()}
+    dcp.load({"optimizer": {"state": found}}, checkpoint_id=tmp_path)
+    assert equal(found, moments)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, optim
+from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, optim, shard
 from flatfsdp.checkpoint import loading
 from tests.support.checkpoints import equal, full_state
 from tests.support.ranks import on_ranks, run_ranks
@@ -23,7 +23,7 @@ def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[Fla
     net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
     if scale:
         net.register_buffer("scale", torch.ones(2, dtype=torch.float64))
-    model = auto_wrap(net, by_class(nn.Linear), **{"optimize_backward_concat": False, **options})
+    model = shard(net, by_class(nn.Linear), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.randn(3, sizes[0])).float().square().sum().backward()
     optimizer.step()

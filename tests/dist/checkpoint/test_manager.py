@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FlatFSDP
+from flatfsdp import FlatFSDP, shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
@@ -131,7 +131,7 @@ def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str, text: str) -> 
     model, optimizer = after(1)
     assert manager.save(1, model, optimizer)
     if rank == 1:
-        parameter = [each for each in model.parameters() if each.requires_grad][-1]
+        parameter = dict(model.named_parameters())["blocks.1.down.weight"]
         with torch.no_grad():
             if what == "weight":
                 parameter[2] = float("nan")
@@ -160,7 +160,7 @@ class Masked(torch.nn.Module):
 @on_ranks(2)
 def test_what_was_infinite_from_the_beginning_is_saved(tmp_path: Path, rank: int, resumes: bool) -> None:
     torch.manual_seed(0)
-    model = FlatFSDP(Masked(), optimize_backward_concat=False)
+    model = shard(Masked())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     manager = CheckpointManager(tmp_path)
     if resumes:
@@ -181,7 +181,7 @@ def test_what_was_infinite_from_the_beginning_is_saved(tmp_path: Path, rank: int
 
     # A weight that was finite when it was resumed or saved is another matter.
     with torch.no_grad(), model.summon_full_params():
-        model.module.head.weight[0, 0] = torch.inf
+        model.head.weight[0, 0] = torch.inf
     with warning(rank, r"step 4 is not saved: on rank 0, head\.weight has an infinite number"):
         assert not manager.save(4, model, optimizer)
 
@@ -336,6 +336,6 @@ def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_numbers_takes_part(tmp_path: Path, rank: int) -> None:
-    model = FlatFSDP(torch.nn.Linear(1, 1, bias=False), optimize_backward_concat=False)
+    model = shard(torch.nn.Linear(1, 1, bias=False))
     assert len(largest_magnitudes(model)) == (rank == 0)
     assert CheckpointManager(tmp_path).save(1, model)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
-from flatfsdp import FlatFSDP, checkpoint
+from flatfsdp import FlatFSDP, checkpoint, shard
 from tests.support.checkpoints import FORMS, equal, load_form, step
 from tests.support.models import Block
 from tests.support.ranks import on_ranks, run_ranks
@@ -24,12 +24,12 @@ NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 def model_and_optimizer(
     sizes: tuple[int, ...] | None, seed: int, grouped: bool
 ) -> tuple[FlatFSDP, torch.optim.Optimizer]:
-    model = build_tp(sizes and tp_mesh(*sizes), seed=seed, optimize_backward_concat=True)
+    model = build_tp(sizes and tp_mesh(*sizes), seed=seed)
     groups: Any = flatfsdp.param_groups(model, [NO_DECAY]) if grouped else model.parameters()
     return model, flatfsdp.optim.AdamW(groups, lr=1e-2)
 
 
-def full_state(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state by name; parameters are in the order of flat groups."""
     state = checkpoint.full_optimizer_state_dict(model, optimizer)
     return {
@@ -154,10 +154,7 @@ def stages(
     parts: list[list[int]], shift: float, **options: Any
 ) -> tuple[list[FlatFSDP], torch.optim.Optimizer]:
     """Trains each of this rank's stages, alone, for one step, with parameters moved by `shift`."""
-    models = [
-        flatfsdp.auto_wrap(Stage(part), flatfsdp.by_class(Block), optimize_backward_concat=True, **options)
-        for part in parts
-    ]
+    models = [flatfsdp.shard(Stage(part), flatfsdp.by_class(Block), **options) for part in parts]
     chosen = {"params": lambda name, shape: "bias" in name, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(flatfsdp.param_groups(models, [chosen]), lr=1e-2)
     for model in models:
@@ -214,9 +211,7 @@ def test_stages_are_one_checkpoint(tmp_path: Path, interleaved: bool) -> None:
 def test_stages_of_the_same_names_are_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "nothing")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    model = FlatFSDP(
-        Stage([mesh.get_local_rank("pp")], named=False), mesh=mesh["dp"], optimize_backward_concat=False
-    )
+    model = shard(Stage([mesh.get_local_rank("pp")], named=False), mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"two stages have a parameter .blocks\.0\.norm\.weight."):
         checkpoint.save(folder, model)
     assert not Path(folder).exists()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import auto_wrap, by_class
+from flatfsdp import by_class, shard
 from flatfsdp.flat.nested import tensors_in
 from tests.support.diverging.plans import Block, Divergence, Plan, What
 from tests.support.diverging.search import BACKEND_ERRORS, PATIENCE, WORDS, Tally, judged
@@ -191,7 +191,7 @@ class Droppable(nn.Module):
 def test_a_block_may_return_what_contains_its_input(rank: int, world_size: int, form: Form) -> None:
     torch.manual_seed(0)
     plain = Droppable(form)
-    model = auto_wrap(copy.deepcopy(plain), by_class(Dropped), optimize_backward_concat=False)
+    model = shard(copy.deepcopy(plain), by_class(Dropped))
     inputs = torch.randn(world_size, 4, 8)
     # By rank: the first one runs all blocks.
     dropped = [None, 2, 1]

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import FlatFSDP
+from flatfsdp import shard
 from flatfsdp.comm.checking.identity import Action, Difference, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import HostJournal, _journal_of, declare
 from flatfsdp.comm.ranks import Ranks
@@ -33,9 +34,9 @@ def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it(rank: i
         gone = weakref.ref(group)
         layer = Linear(32, 32)
         if is_compat:
-            model: FlatFSDP = FullyShardedDataParallel(layer, process_group=group)
+            model: Any = FullyShardedDataParallel(layer, process_group=group)
         else:
-            model = FlatFSDP(layer, mesh=DeviceMesh.from_group(group, "cpu"), optimize_backward_concat=False)
+            model = shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
         with autocast(amax_reduction_group=group):
             model(torch.ones(32, 32)).sum().backward()
         model.state_dict()
@@ -49,9 +50,7 @@ def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it(rank: i
     assert dist.group.WORLD not in differentiable.all_reduce.__defaults__
     # One rank needs no group.
     group = [dist.new_group([each]) for each in range(world_size)][rank]
-    model = FlatFSDP(
-        nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"), optimize_backward_concat=False
-    )
+    model = shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"))
     model(torch.ones(2, 2)).sum().backward()
     dist.destroy_process_group(group)
     del group
@@ -68,9 +67,7 @@ def test_groups_that_are_made_and_destroyed_leave_nothing_behind(world_size: int
     seen = []
     for _ in range(20):
         group = dist.new_group(range(world_size))
-        model = FlatFSDP(
-            nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"), optimize_backward_concat=False
-        )
+        model = shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"))
         model(torch.ones(2, 2)).sum().backward()
         second = weakref.ref(Ranks.of(group).own_communicator().group)
         dist.destroy_process_group(group)
@@ -86,7 +83,7 @@ def test_groups_that_are_made_and_destroyed_leave_nothing_behind(world_size: int
 def test_ranks_that_are_in_unequally_many_groups(rank: int, world_size: int) -> None:
     """Ranks that named a new group by the number of groups they are in would wait for each other in vain."""
     pair = dist.new_group([0, 1])
-    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)
+    model = shard(nn.Linear(2, 2))
     model(torch.ones(2, 2)).sum().backward()
     assert Ranks.among(tuple(range(world_size))).size == world_size
     if rank < 2:
@@ -105,7 +102,7 @@ def test_the_second_communicator_waits_as_long_as_the_first(world_size: int) -> 
 @on_ranks(2)
 def test_the_engine_waits_no_longer_than_the_process_group(rank: int, world_size: int) -> None:
     group = dist.new_group(range(world_size), timeout=timedelta(seconds=1))
-    model = FlatFSDP(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"), timeout=600.0)
+    model = shard(nn.Linear(2, 2), mesh=DeviceMesh.from_group(group, "cpu"), timeout=600.0)
     model(torch.ones(2, 2)).sum().backward()
     if rank == 1:
         time.sleep(3.0)

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from flatfsdp import by_class
-from tests.support.both_forms import sharded
+from flatfsdp import by_class, shard
 from tests.support.checkpoints import Model, adamw, equal, full_state, step, wrapped
 from tests.support.models import Block
 from tests.support.ranks import on_ranks
@@ -28,25 +27,22 @@ ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-WAYS_AND_GROUPS = [("wrapped", True), ("wrapped", False), ("in place", False)]
-
-
-def _model(way: str, seed: int) -> Any:
+def _model(seed: int) -> Any:
     torch.manual_seed(seed)
-    return sharded(way, Model(), by_class(Block))
+    return shard(Model(), by_class(Block))
 
 
-def _trained(grouped: bool, way: str = "wrapped") -> tuple[Any, torch.optim.Optimizer]:
-    model = _model(way, 0)
+def _trained(grouped: bool) -> tuple[Any, torch.optim.Optimizer]:
+    model = _model(0)
     optimizer = adamw(model, grouped)
     step(model, optimizer, 0)
     return model, optimizer
 
 
-@pytest.mark.parametrize(("way", "grouped"), WAYS_AND_GROUPS)
+@pytest.mark.parametrize("grouped", [True, False])
 @on_ranks(2)
-def test_whole_state_dicts_are_those_of_the_checkpoint_package(rank: int, way: str, grouped: bool) -> None:
-    model, optimizer = _trained(grouped, way)
+def test_whole_state_dicts_are_those_of_the_checkpoint_package(rank: int, grouped: bool) -> None:
+    model, optimizer = _trained(grouped)
     expected = full_state(model, optimizer)
     assert equal(get_model_state_dict(model, options=FULL), expected["model"])
     assert equal(get_optimizer_state_dict(model, optimizer, options=FULL), expected["optimizer"])
@@ -62,15 +58,15 @@ def test_with_offload_the_first_rank_alone_has_them(rank: int) -> None:
     assert equal([*state], [*expected.values()] if rank == 0 else [{}, {}])
 
 
-@pytest.mark.parametrize(("way", "grouped"), WAYS_AND_GROUPS)
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["all ranks", "from rank 0"])
 @on_ranks(2)
 def test_loading_whole_state_dicts(
-    rank: int, options: StateDictOptions, together: bool, way: str, grouped: bool
+    rank: int, options: StateDictOptions, together: bool, grouped: bool
 ) -> None:
-    expected = full_state(*_trained(grouped, way))
-    model = _model(way, 1)
+    expected = full_state(*_trained(grouped))
+    model = _model(1)
     optimizer = adamw(model, grouped)
     given: dict[str, Any] = expected
     if options.broadcast_from_rank0 and rank > 0:
@@ -105,10 +101,9 @@ def test_loading_names_what_is_missing(rank: int, from_rank0: bool) -> None:
     assert result == (["cube"], ["another"])
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place"])
 @on_ranks(2)
-def test_shards_by_name_are_refused(rank: int, way: str) -> None:
-    model, optimizer = _trained(False, way)
+def test_shards_by_name_are_refused(rank: int) -> None:
+    model, optimizer = _trained(False)
     state = full_state(model, optimizer)
     way_out = r"full_state_dict=True.*flatfsdp\.checkpoint\.save.*sharded_training_state"
     with pytest.raises(ValueError, match=way_out):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, Prefetch, by_class, microbatches, shard
+from flatfsdp.engine.api.classes import FlatFSDPModule
 from flatfsdp.engine.storage.state import ShardState
 from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, grads_of, same
@@ -20,15 +22,15 @@ from tests.support.ranks import on_ranks
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
-def groups(model: FlatFSDP) -> list[Any]:
-    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m.fsdp_state.groups]
+def groups(model: Any) -> list[Any]:
+    return [group for m in model.modules() if isinstance(m, FlatFSDPModule) for group in m.fsdp_state.groups]
 
 
-def allocated_grads(model: FlatFSDP) -> int:
+def allocated_grads(model: Any) -> int:
     return sum(group.main_grad.holds_gradients for group in groups(model))
 
 
-def unsharded(model: FlatFSDP) -> list[bool]:
+def unsharded(model: Any) -> list[bool]:
     """Whether each unit's full parameters are in memory, root first."""
     return [g.state.shard is not ShardState.SHARDED for g in groups(model)]
 
@@ -93,7 +95,7 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
         seen.append((sum(unsharded(model)), landed))
 
     for block in model.blocks:
-        block.module.norm.register_full_backward_hook(count)
+        block.norm.register_full_backward_hook(count)
     for batches in data(rank, 2, 1):
         seen.clear()
         model(batches[0]).backward()
@@ -107,10 +109,10 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
 @on_ranks(2)
 def test_number_of_collectives(rank: int, reshard: bool, count: int, calls: int) -> None:
     """Root gathered once a microbatch, inner units twice (ZeRO-3), or all once a step; each reduced once."""
-    model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
+    model = build(reshard_after_forward=reshard)
     for tokens in microbatches(model, next(data(rank, 1, count))):
         model(tokens).backward()
-    counted = dict(model.ledger.calls)
+    counted = dict(model.fsdp_state.shared.ledger.calls)
     assert (counted["gather"], counted["reduce"]) == (calls, 4)
 
 
@@ -128,16 +130,16 @@ class Constant(nn.Module):
 @FLAGS
 def test_accumulation_in_fp32_keeps_the_last_one(flag: bool) -> None:
     """256 + 1 is 256 in bf16."""
-    model = FlatFSDP(Constant(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    model = shard(Constant(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
     for gradient in microbatches(model, [256.0, 1.0]):
         model(torch.tensor(gradient)).backward()
-    assert model.flat_param.grad[0] == 257.0
+    assert next(model.parameters()).grad == 257.0
 
 
 def test_first_write_copies_so_that_negative_zero_survives() -> None:
-    model = FlatFSDP(Constant(), optimize_backward_concat=True)
+    model = shard(Constant())
     model(torch.tensor(-0.0)).backward()
-    assert torch.signbit(model.flat_param.grad[0])
+    assert torch.signbit(next(model.parameters()).grad)
 
 
 class WritesMainGrad(torch.autograd.Function):
@@ -172,8 +174,8 @@ def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
         for b in net.blocks:
             b.__class__ = block
         for index, b in enumerate(net.blocks):
-            net.blocks[index] = FlatFSDP(b, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
-        model = FlatFSDP(net, optimize_backward_concat=flag)
+            net.blocks[index] = shard(b, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
+        model = shard(net, optimize_backward_concat=flag)
         weight = model.blocks[0].up.weight
         assert weight.main_grad is None
         for tokens in microbatches(model, next(data(rank, 1, 3))):
@@ -184,7 +186,7 @@ def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
 
 
 def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
-    model = build(optimize_backward_concat=True)
+    model = build()
     tokens = next(data(0, 1, 1))[0]
     with model.no_sync():
         model(tokens).backward()
@@ -194,8 +196,7 @@ def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     weight.get_main_grad().fill_(700.0)
     model(tokens).backward()
     assert weight.main_grad is None
-    start = next(s.offset for s in model.fsdp_state.groups[0].layout.slots if s.name == "head.weight")
-    assert (model.flat_param.grad[start : start + weight.numel()] > 600.0).all()
+    assert (dict(model.named_parameters())["head.weight"].grad > 600.0).all()
 
 
 FORWARD, BACKWARD = ["root", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"]
@@ -208,14 +209,10 @@ def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(
     rank: int, depth: int, use_checkpoint: bool
 ) -> None:
     """Names of the units in the order in which their gathers start, second step only."""
-    model = build(
-        prefetch=Prefetch(depth, depth), optimize_backward_concat=True, debug=Debug(poison_on_free=True)
-    )
+    model = build(prefetch=Prefetch(depth, depth), debug=Debug(poison_on_free=True))
     if use_checkpoint:
         for block in model.blocks:
-            inner = block.module
-            plain = inner.forward
-            inner.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     started: list[str] = []
     for group in groups(model):
         gather = group.gather
@@ -237,7 +234,7 @@ def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(
 @on_ranks(2)
 def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> None:
     """Units in memory in the second step, while the first block runs forward and the last one backward."""
-    model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True)
+    model = build(prefetch=Prefetch(depth, depth))
     counts = {}
 
     def in_forward(*_: Any) -> None:
@@ -246,8 +243,8 @@ def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> N
     def in_backward(*_: Any) -> None:
         counts["backward"] = sum(unsharded(model))
 
-    model.blocks[0].module.register_forward_hook(in_forward)
-    model.blocks[2].module.down.register_full_backward_hook(in_backward)
+    model.blocks[0].register_forward_hook(in_forward)
+    model.blocks[2].down.register_full_backward_hook(in_backward)
     for batches in data(rank, 2, 1):
         model(batches[0]).backward()
     assert counts == {"forward": 2 + depth, "backward": 2 + depth}
@@ -315,7 +312,7 @@ def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(r
         net = OpaqueNet()
         for b in net.blocks:
             b.__class__ = block
-        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        model = shard(net, by_class(Block), optimize_backward_concat=flag)
         model(next(data(rank, 1, 1))[0]).backward()
         assert unsharded(model) == NONE
         grads.append(grads_of(model))
@@ -333,9 +330,7 @@ def test_an_opaque_output_of_the_root_can_be_differentiated(rank: int) -> None:
     grads = []
     for net in (Net, OpaqueResult):
         torch.manual_seed(0)
-        model = auto_wrap(
-            net(), by_class(Block), optimize_backward_concat=True, debug=Debug(poison_on_free=True)
-        )
+        model = shard(net(), by_class(Block), debug=Debug(poison_on_free=True))
         output = model(tokens)
         (output if net is Net else output.loss).backward()
         grads.append(grads_of(model))
@@ -347,8 +342,8 @@ def test_a_model_that_is_dropped_frees_its_buffers(flag: bool) -> None:
     model = build(optimize_backward_concat=flag)
     model(next(data(0, 1, 1))[0]).backward()
     group = weakref.ref(groups(model)[0])
-    shard = weakref.ref(model.flat_param)
+    parameter = weakref.ref(next(model.parameters()))
     del model
     gc.collect()
     assert group() is None
-    assert shard() is None
+    assert parameter() is None

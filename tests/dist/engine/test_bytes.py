@@ -1,4 +1,4 @@
-"""The byte ledger: FlatFSDP's copies and traffic per step match its formulas, to the byte.
+"""The byte ledger: Any's copies and traffic per step match its formulas, to the byte.
 
 Measured by `CopyCounter`, which knows nothing of the engine, and compared with arithmetic on the layout.
 Sizes are chosen so that slots need gaps and shards need padding: two 75 x 40 weights a block.
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
@@ -99,7 +99,7 @@ def units(ranks: int) -> list[Unit]:
 
 def count_one_step(rank: int, world_size: int, case: Case) -> Step:
     torch.manual_seed(0)
-    model = auto_wrap(
+    model = shard(
         Net(),
         by_class(Block),
         precision=Precision(compute=case.compute),
@@ -110,7 +110,7 @@ def count_one_step(rank: int, world_size: int, case: Case) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     counter = CopyCounter(MIN_NUMEL)
     _train_step(model, optimizer, case.microbatches)
-    model.ledger.reset()
+    model.fsdp_state.shared.ledger.reset()
     with counter:
         _train_step(model, optimizer, case.microbatches)
     names = ("all_gather", "reduce_scatter")
@@ -121,7 +121,7 @@ def count_one_step(rank: int, world_size: int, case: Case) -> Step:
         wire={name: counter.wire(name) for name in names},
         other_collectives=[c.name for c in counter.collectives if c.name not in names],
         unclassified=dict(counter.unclassified),
-        ledger=dict(model.ledger.bytes_per_parameter()),
+        ledger=dict(model.fsdp_state.shared.ledger.bytes_per_parameter()),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flatfsdp import Debug, FlatFSDP
+from flatfsdp import Debug
 from tests.support.models import Trace, build, same_trace, train
 from tests.support.ranks import on_ranks
 
@@ -16,10 +16,10 @@ from tests.support.ranks import on_ranks
 @on_ranks(2)
 def test_compiled_blocks_give_the_bits_of_eager_ones(rank: int) -> None:
     def trained(backend: Any, **options: Any) -> Trace:
-        model: FlatFSDP = build(debug=Debug(poison_on_free=True), **options)
+        model: Any = build(debug=Debug(poison_on_free=True), **options)
         for block in model.blocks:
             if backend is not None:
-                block.module.compile(backend=backend)
+                block.compile(backend=backend)
         return train(model, rank)
 
     eager = trained(None)

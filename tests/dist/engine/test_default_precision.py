@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Precision, by_class, checkpoint, microbatches
+from flatfsdp import Precision, by_class, checkpoint, microbatches, shard
 from flatfsdp.optim import AdamW
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ranks import on_ranks
 
-EACH_WAY = pytest.mark.parametrize("way", WAYS)
 IN_BF16 = Precision(compute=torch.bfloat16)
 
 
@@ -45,19 +43,17 @@ def trained(module: nn.Module, rank: int) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
-@EACH_WAY
 @on_ranks(1, 2)
-def test_a_bf16_model_computes_in_bf16_and_is_updated_in_fp32(rank: int, way: str) -> None:
-    default, given = (sharded(way, model(), by_class(Block), **o) for o in ({}, {"precision": IN_BF16}))
+def test_a_bf16_model_computes_in_bf16_and_is_updated_in_fp32(rank: int) -> None:
+    default, given = (shard(model(), by_class(Block), **o) for o in ({}, {"precision": IN_BF16}))
     assert default(torch.randn(4, 16)).dtype == torch.bfloat16
     assert {p.dtype for p in default.parameters()} == {torch.float32}
     assert all(map(torch.equal, trained(default, rank), trained(given, rank)))
 
 
-@EACH_WAY
-def test_parameters_in_fp32_are_named_once(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_in_fp32_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flatfsdp"):
-        sharded(way, model(), by_class(Block))
+        shard(model(), by_class(Block))
     (record,) = [each.getMessage() for each in caplog.records]
     assert "the model computes in bf16" in record
     assert (
@@ -66,20 +62,18 @@ def test_parameters_in_fp32_are_named_once(way: str, caplog: pytest.LogCaptureFi
     )
 
 
-@EACH_WAY
 @on_ranks(1, 2)
-def test_a_model_that_is_mostly_fp32_computes_in_fp32(rank: int, way: str) -> None:
+def test_a_model_that_is_mostly_fp32_computes_in_fp32(rank: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 4).bfloat16())
-    assert sharded(way, module, by_class(nn.Linear))(torch.ones(2, 16)).dtype == torch.float32
+    assert shard(module, by_class(nn.Linear))(torch.ones(2, 16)).dtype == torch.float32
 
 
-@EACH_WAY
-def test_fp16_raises(way: str) -> None:
+def test_fp16_raises() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
     with pytest.raises(ValueError, match=r"parameter 1\.weight is fp16.*bf16.*GradScaler"):
-        sharded(way, module, by_class(nn.Linear))
-    sharded(way, module, by_class(nn.Linear), precision=Precision(compute=torch.float16))
+        shard(module, by_class(nn.Linear))
+    shard(module, by_class(nn.Linear), precision=Precision(compute=torch.float16))
 
 
 def adapted() -> nn.Sequential:
@@ -91,20 +85,19 @@ def adapted() -> nn.Sequential:
     return module.append(nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 16)))
 
 
-@EACH_WAY
 @on_ranks(1, 2, 3)
-def test_what_is_frozen_takes_two_bytes_and_keeps_its_values(rank: int, way: str, tmp_path: object) -> None:
+def test_what_is_frozen_takes_two_bytes_and_keeps_its_values(rank: int, tmp_path: object) -> None:
     before = adapted().state_dict()
-    module = sharded(way, adapted(), by_class(Block))
+    module = shard(adapted(), by_class(Block))
     assert {p.dtype for p in module.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert {p.dtype for p in module.parameters() if p.requires_grad} == {torch.float32}
     report = module.memory_report()
     frozen = [row for row in report.rows if row.dtype == torch.bfloat16 and "master" in row.buffer]
     assert frozen and not any("compute" in row.buffer and row.total >= frozen[0].total for row in report.rows)
-    given = sharded(way, adapted(), by_class(Block), precision=IN_BF16)
+    given = shard(adapted(), by_class(Block), precision=IN_BF16)
     assert all(map(torch.equal, trained(module, rank), trained(given, rank)))
     checkpoint.save(f"{tmp_path}/saved", module)
-    again = sharded(way, adapted(), by_class(Block))
+    again = shard(adapted(), by_class(Block))
     checkpoint.load(f"{tmp_path}/saved", again)
     for loaded in (module, again):
         after = checkpoint.full_state_dict(loaded)
@@ -112,16 +105,15 @@ def test_what_is_frozen_takes_two_bytes_and_keeps_its_values(rank: int, way: str
             assert all(torch.equal(after[n], v) for n, v in before.items() if not n.startswith("2."))
 
 
-@EACH_WAY
 @on_ranks(1, 2)
-def test_what_has_no_wide_master_is_not_trained_later(rank: int, way: str) -> None:
-    module = sharded(way, adapted(), by_class(Block))
+def test_what_has_no_wide_master_is_not_trained_later(rank: int) -> None:
+    module = shard(adapted(), by_class(Block))
     module.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"with frozen parameters, which it keeps in torch\.bfloat16"):
         module(torch.ones(2, 16))
     # The way that the message names.
     plain = adapted().requires_grad_(True)
-    module = sharded(way, plain, by_class(Block))
+    module = shard(plain, by_class(Block))
     module[0].requires_grad_(False)
     module(torch.ones(2, 16)).sum().backward()
     module[0].requires_grad_(True)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, microbatches, shard
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.engine.whole.units import named_groups
 from tests.support import te_linear
-from tests.support.both_forms import WAYS, sharded
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
 from tests.support.te_linear import QuantizedLinear, transformer_engine_linear
@@ -67,7 +67,7 @@ def unsharded(inputs: Sequence[Tensor]) -> tuple[list[float], dict[str, Tensor],
 def test_a_copy_of_a_layer_is_in_no_unit(rank: int) -> None:
     """It keeps nothing of the engine alive, and can be pickled."""
     with transformer_engine_linear():
-        model = sharded("wrapped", Net(), by_class(nn.Sequential), optimize_backward_concat=True)
+        model = FullyShardedDataParallel(Net(), optimize_backward_concat=True)
         model(batches(1)[0].float()).backward()
         layer, masters = linears(model)[0], [weakref.ref(group.master) for _, group in named_groups(model)]
         layer._kept.clear()  # references to graphs
@@ -80,16 +80,13 @@ def test_a_copy_of_a_layer_is_in_no_unit(rank: int) -> None:
             assert each(torch.randn(4, SIZE)).shape == (4, SIZE)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
 @on_ranks(1, 2)
-def test_bits_and_memory(rank: int, way: str, flag: bool, count: int) -> None:
+def test_bits_and_memory(rank: int, flag: bool, count: int) -> None:
     losses, sums, states = unsharded(batches(count))
     with transformer_engine_linear():
-        model: Any = sharded(
-            way, Net(), by_class(nn.Sequential), precision=BF16, optimize_backward_concat=flag
-        )
+        model: Any = shard(Net(), by_class(nn.Sequential), precision=BF16, optimize_backward_concat=flag)
         for x, expected in zip(microbatches(model, batches(count)), losses, strict=True):
             loss = model(x)
             assert [each.saved_bytes for each in linears(model)] == [0, 0, 0]

@@ -15,11 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 from flatfsdp import FlatFSDP, by_class, checkpoint, shard
 from flatfsdp.comm.mesh import make_mesh
 from flatfsdp.engine.storage.first_values import digest
-from tests.support.both_forms import WAYS, sharded
 from tests.support.meshes import replicating
 from tests.support.ranks import on_ranks
 
-EACH_WAY = pytest.mark.parametrize("way", WAYS)
 DIFFERS = r"parameter 2\.weight began with other values on other ranks.*sync_module_states=True"
 
 
@@ -35,10 +33,9 @@ def use(module: nn.Module) -> torch.Tensor:
     return module(torch.ones(2, 6))
 
 
-@EACH_WAY
 @on_ranks(2, 3)
-def test_the_first_parameter_that_differs_is_named_on_all_ranks(rank: int, way: str) -> None:
-    module = sharded(way, model(int(rank == 1)), by_class(nn.Linear))
+def test_the_first_parameter_that_differs_is_named_on_all_ranks(rank: int) -> None:
+    module = shard(model(int(rank == 1)), by_class(nn.Linear))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=DIFFERS):
             use(module)
@@ -97,11 +94,10 @@ def test_values_that_were_replaced_do_not_count(
         torch.testing.assert_close(use(module), use(model(5)))
 
 
-@EACH_WAY
 @pytest.mark.parametrize("unit", [nn.Linear, nn.LayerNorm], ids=["in another unit", "in the same unit"])
 @on_ranks(2, 3)
-def test_what_was_not_loaded_counts(rank: int, way: str, unit: type[nn.Module]) -> None:
-    module = sharded(way, model(rank), by_class(unit))
+def test_what_was_not_loaded_counts(rank: int, unit: type[nn.Module]) -> None:
+    module = shard(model(rank), by_class(unit))
     state = {name: value for name, value in model(5).state_dict().items() if not name.startswith("2.")}
     module.load_state_dict(state, strict=False)
     with pytest.raises(RuntimeError, match=DIFFERS):
@@ -127,12 +123,11 @@ def test_a_digest_takes_little_memory() -> None:
     assert max(event.cpu_memory_usage for event in profiled.events()) <= values.nbytes
 
 
-@EACH_WAY
 @on_ranks(2, 4)
-def test_sync_module_states_takes_the_first_ranks_values(rank: int, way: str) -> None:
+def test_sync_module_states_takes_the_first_ranks_values(rank: int) -> None:
     module = model(rank)
     module.register_buffer("shift", torch.full((2,), float(rank)))
-    module = sharded(way, module, by_class(nn.Linear), sync_module_states=True)
+    module = shard(module, by_class(nn.Linear), sync_module_states=True)
     torch.testing.assert_close(use(module), use(model(0)))
     assert next(module.buffers()).eq(0.0).all()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, by_class, microbatches, shard
 from tests.support.models import grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -76,7 +76,7 @@ class Net(nn.Module):
 def train(rank: int, fuses: bool, is_cached: bool, **options: Any) -> list[Tensor]:
     """Gradients and parameters of three steps of three microbatches."""
     torch.manual_seed(0)
-    model = auto_wrap(Net(fuses), by_class(Foreign), **{"optimize_backward_concat": False, **options})
+    model = shard(Net(fuses), by_class(Foreign), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
     found = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp import Precision, by_class, checkpoint, fp8, microbatches, shard
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import Linear
@@ -72,9 +72,9 @@ def test_hybrid_sharding(rank: int) -> None:
 def test_recompute(rank: int) -> None:
     runs = []
     for in_fp8, call in itertools.product((False, True), (None, fp8.checkpoint)):
-        model = build(in_fp8, BF16, True, optimize_backward_concat=True)
+        model = build(in_fp8, BF16, True)
         if call is not None:
-            model.module.call = call
+            model.call = call
         runs.append((train(model, rank), snapshot(model)))
     for losses, state in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0][0], losses, strict=True))
@@ -93,9 +93,9 @@ def test_other_tensors_may_have_delayed_scales(rank: int) -> None:
 
 @on_ranks(2, 4)
 def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
-    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=False)
+    model = build(True, BF16, True, reshard_after_forward=False)
     train(model, rank, 1)
-    model.ledger.reset()
+    model.fsdp_state.shared.ledger.reset()
     train(model, rank, 1)
     size = {Role.FP8: 1, Role.COMPUTE: 2}
     full = sum(
@@ -103,7 +103,7 @@ def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
         for unit in model.fsdp_state.root.units
         for group in unit.groups
     )
-    assert model.ledger.bytes["gather"] == full * (world_size - 1) // world_size
+    assert model.fsdp_state.shared.ledger.bytes["gather"] == full * (world_size - 1) // world_size
     weights = sum(
         slot.numel
         for unit in model.fsdp_state.root.units
@@ -111,7 +111,7 @@ def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
         if group.layout.role is Role.FP8
         for slot in group.layout.slots
     )
-    assert model.ledger.bytes["transpose"] == 2 * weights
+    assert model.fsdp_state.shared.ledger.bytes["transpose"] == 2 * weights
 
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
@@ -119,17 +119,17 @@ def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
 def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(
     rank: int, world_size: int, reshard: bool
 ) -> None:
-    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=reshard)
+    model = build(True, BF16, True, reshard_after_forward=reshard)
     steps, count = 3, 2
     train(model, rank, steps, count)
-    model.ledger.reset()
+    model.fsdp_state.shared.ledger.reset()
     train(model, rank, steps, count)
     groups = [group for unit in model.fsdp_state.root.units for group in unit.groups]
     padded = dict.fromkeys(Role, 0)
     for group in groups:
         padded[group.layout.role] += group.layout.padded_numel(world_size)
     units, gathers = len(model.fsdp_state.root.units), 2 * count if reshard else 1
-    ledger = model.ledger
+    ledger = model.fsdp_state.shared.ledger
     shards = {role: numel // world_size for role, numel in padded.items()}
     assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
     assert ledger.calls["amax"] == steps
@@ -154,7 +154,7 @@ class Matrices(nn.Module):
 def test_nothing_is_copied_in_or_out(world_size: int) -> None:
     net = seeded(lambda: nn.Sequential(Matrices(), Matrices(), Matrices()))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
-    model = auto_wrap(net, by_class(Matrices), precision=precision, optimize_backward_concat=True)
+    model = shard(net, by_class(Matrices), precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     count = 2
 
@@ -195,9 +195,9 @@ def test_frozen_weights(rank: int, world_size: int) -> None:
             for name, parameter in block.named_parameters():
                 parameter.requires_grad = not name.endswith("weight")
         precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
-        model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=False)
+        model = shard(net, by_class(Block), precision=precision)
         runs.append((train(model, rank), snapshot(model)))
-        model.ledger.reset()
+        model.fsdp_state.shared.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
         groups = [
@@ -208,7 +208,7 @@ def test_frozen_weights(rank: int, world_size: int) -> None:
         ]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
-        assert model.ledger.bytes["cast"] == expected
+        assert model.fsdp_state.shared.ledger.bytes["cast"] == expected
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
     assert_same_state(runs[0][1], runs[1][1])
 
@@ -265,7 +265,7 @@ def test_inference_mode_before_training(rank: int) -> None:
     for block in net.blocks:
         block.requires_grad_(False)
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
-    model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=False)
+    model = shard(net, by_class(Block), precision=precision)
     (x,) = next(batches(rank, 1, 1))
     with torch.inference_mode(), autocast(recipe=RECIPE):
         expected = model(x)
@@ -304,16 +304,14 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
     net = nn.Sequential(Linear(32, 32), Linear(32, 32))
     for name, parameter in net.named_parameters():
         parameter.requires_grad = name.endswith("bias")
-    model = FlatFSDP(
-        net, precision=Precision(compute=BF16, fp8_weights=RECIPE), optimize_backward_concat=False
-    )
+    model = shard(net, precision=Precision(compute=BF16, fp8_weights=RECIPE))
     x = torch.ones(16, 32)
     with autocast(recipe=RECIPE):
         before = model(x)
         state = checkpoint.sharded_state_dict(model)["0.weight"]
         with torch.no_grad():
-            for shard in state.local_shards():
-                shard.tensor.mul_(4.0)
+            for each in state.local_shards():
+                each.tensor.mul_(4.0)
         after = model(x)
     assert not torch.equal(before, after)
 
@@ -341,7 +339,7 @@ def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) 
     """
     net = seeded(partial(Net, True, blocks=blocks))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
-    model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
+    model = shard(net, by_class(Block), precision=precision)
     groups = [
         group for block in net.blocks for group in block.fsdp_state.groups if group.layout.role is Role.FP8
     ]
@@ -353,8 +351,8 @@ def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) 
         most[phase] = max(most[phase], sum(form.untyped_storage().nbytes() > 0 for form in forms))
 
     for block in net.blocks:
-        block.module.register_forward_hook(partial(note, "forward"))
-        block.module.mlp.register_full_backward_hook(partial(note, "backward"))
+        block.register_forward_hook(partial(note, "forward"))
+        block.mlp.register_full_backward_hook(partial(note, "backward"))
     train(model, rank, 2, 2)
     assert most == {"forward": 2, "backward": 4}
 
@@ -366,7 +364,7 @@ def test_resuming_from_a_sharded_checkpoint(rank: int, own: bool, tmp_path: Path
     path = str(tmp_path)
     make = AdamW if own else partial(torch.optim.AdamW, foreach=False)
 
-    def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
         (x,) = next(batches(rank + 10 * seed, 1, 1))
         with autocast(recipe=RECIPE):
             loss = model(x).float().square().mean()

@@ -27,7 +27,8 @@ from flatfsdp import (
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import make_mesh
 from tests.support.meshes import REPLICATED, replicating
-from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train
+from tests.support.models import Block, Net, data, grads_of, same, same_trace, train
+from tests.support.models import wrapped as build
 from tests.support.ranks import RankFailure, on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])

@@ -10,13 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp import Debug, Precision, by_class, fp8, microbatches, shard
 from flatfsdp.engine.storage.main_grad import FEW
-from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import Trace, grads_of, same, same_trace
+from tests.support.models import Trace, grads_of, same, same_trace, whole_grads
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -92,9 +91,9 @@ class Net(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
 
 
-def build(net: dict[str, Any], **options: Any) -> FlatFSDP:
+def build(net: dict[str, Any], **options: Any) -> Any:
     torch.manual_seed(0)
-    return auto_wrap(Net(**net), by_class(Block), **{"optimize_backward_concat": False, **placed(options)})
+    return shard(Net(**net), by_class(Block), **placed(options))
 
 
 def batches_of(rank: int, count: int, step: int = 0) -> list[Tensor]:
@@ -102,9 +101,7 @@ def batches_of(rank: int, count: int, step: int = 0) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (2, 8), generator=generator) for _ in range(count)]
 
 
-def backward(
-    model: FlatFSDP, batches: list[Tensor], recipe: Any = None, caches: bool = False
-) -> list[Tensor]:
+def backward(model: Any, batches: list[Tensor], recipe: Any = None, caches: bool = False) -> list[Tensor]:
     losses = []
     for index, tokens in enumerate(microbatches(model, batches)):
         with fp8.autocast(enabled=recipe is not None, recipe=recipe):
@@ -114,7 +111,7 @@ def backward(
     return losses
 
 
-def train(model: FlatFSDP, rank: int, recipe: Any, caches: bool = False, steps: int = 3) -> Trace:
+def train(model: Any, rank: int, recipe: Any, caches: bool = False, steps: int = 3) -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
     for step in range(steps):
@@ -217,7 +214,7 @@ def test_replicated_and_sharded(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype, count: int) -> None:
     """Only norms and biases cost bytes; most of a unit's are added in one launch."""
-    model = build({}, optimize_backward_concat=True, precision=Precision(compute=compute))
+    model = build({}, precision=Precision(compute=compute))
     plain = Net()
     backward(model, batches_of(rank, count), SHORT)
     others = [p.numel() for name, p in plain.named_parameters() if p.dim() == 1]
@@ -227,8 +224,11 @@ def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype
     vectors = [sum(len(slot.shape) == 1 for slot in group.layout.slots) for group in groups]
     assert min(vectors) <= FEW < max(vectors)
     launches = count * sum(number if number <= FEW else 1 for number in vectors)
-    assert (model.ledger.bytes["accumulate"], model.ledger.calls["accumulate"]) == (expected, launches)
-    assert model.ledger.bytes["concat"] == 0
+    assert (
+        model.fsdp_state.shared.ledger.bytes["accumulate"],
+        model.fsdp_state.shared.ledger.calls["accumulate"],
+    ) == (expected, launches)
+    assert model.fsdp_state.shared.ledger.bytes["concat"] == 0
 
 
 class Ones(nn.Module):
@@ -247,12 +247,12 @@ class Ones(nn.Module):
 @FLAGS
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_256_and_1_are_257(flag: bool, recipe: str) -> None:
-    model = FlatFSDP(Ones(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    model = shard(Ones(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
     for value in microbatches(model, [256.0, 1.0]):
         with fp8.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
             loss = model(value)
         loss.backward()
-    assert (model.flat_param.grad[:256] == 257).all()
+    assert (next(model.parameters()).grad == 257).all()
 
 
 @FLAGS
@@ -271,16 +271,6 @@ def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
 # ---- corner cases ------------------------------------------------------------------------------------------
 
 
-def gradient(model: FlatFSDP, name: str) -> Tensor:
-    """The gradient in its full shape; collective."""
-    for prefix, group in named_groups(model):
-        flat = group.master.flat
-        for slot, view in zip(group.layout.slots, group.layout.views(gathered(flat.grad)), strict=True):
-            if prefix + slot.name == name:
-                return view
-    raise KeyError(name)
-
-
 def gathered(shard: Tensor) -> Tensor:
     shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, shard)
@@ -289,16 +279,15 @@ def gathered(shard: Tensor) -> Tensor:
 
 @FLAGS
 @on_ranks(2)
-def test_a_layer_that_is_not_used_gets_zeros(rank: int, flag: bool) -> None:
+def test_a_layer_that_is_not_used_gets_no_gradient(rank: int, flag: bool) -> None:
     model = build({"spare": True}, optimize_backward_concat=flag)
     plain = build({}, optimize_backward_concat=flag)
     plain.load_state_dict(model.state_dict(), strict=False)
     for each in (model, plain):
         backward(each, batches_of(rank, 2), SHORT)
-    for name in ("spare", "blocks.0.spare"):
-        assert not gradient(model, f"{name}.weight").any()
-    for name, _ in Net().named_parameters():
-        assert torch.equal(gradient(model, name), gradient(plain, name)), name
+    assert all(p.grad is None for name, p in model.named_parameters() if "spare" in name)
+    grads, expected = whole_grads(model), whole_grads(plain)
+    assert all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
 @FLAGS
@@ -307,16 +296,16 @@ def test_a_layer_that_is_used_on_one_rank_only(rank: int, flag: bool) -> None:
     """ZeRO-2: the other rank's gradient counts, halved by the mean."""
     model = build({}, optimize_backward_concat=flag, reshard_after_forward=False)
     weight = "blocks.1.down.weight"
-    block = model.blocks[1].module
+    block = model.blocks[1]
     down = block.down.forward
     if rank == 1:
         block.down.forward = lambda x, **options: x[..., :WIDTH] * 0
     backward(model, batches_of(0, 2))
-    ours = gradient(model, weight)
+    ours = whole_grads(model)[weight]
     block.down.forward = down
     model.zero_grad()
     backward(model, batches_of(0, 2))
-    assert torch.equal(ours, gradient(model, weight) / 2)
+    assert torch.equal(ours, whole_grads(model)[weight] / 2)
 
 
 @FLAGS
@@ -353,7 +342,7 @@ def test_a_clean_step_after_an_exception(rank: int, schedule: str, hook: Any, fl
     clean = build({}, optimize_backward_concat=flag, **options)
     batches = microbatches(model, batches_of(rank, 3, step=1))
     model(next(batches)).backward()
-    with model.blocks[0].module.register_forward_hook(hook), pytest.raises(KeyError):
+    with model.blocks[0].register_forward_hook(hook), pytest.raises(KeyError):
         model(next(batches)).backward()
     batches.close()
     for each in (model, clean):
@@ -379,7 +368,7 @@ def test_fused_and_other_uses_of_one_weight_add_up(rank: int, flag: bool) -> Non
         nn.init.normal_(net.embedding.weight, 0, 0.02)
         net.head.weight = net.embedding.weight
         net.blocks[0].up.fuse_wgrad_accumulation = False
-        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        model = shard(net, by_class(Block), optimize_backward_concat=flag)
         traces.append(train(model, rank, SHORT))
     assert same(traces[0].losses[:3], traces[1].losses[:3])
     for a, b in zip(*(trace.grads for trace in traces), strict=True):

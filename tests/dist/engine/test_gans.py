@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, auto_wrap, by_class
+from flatfsdp import Debug, by_class, shard
 from tests.support.against_plain import assert_equal, average
 from tests.support.models import Block
 from tests.support.ranks import on_ranks
@@ -83,14 +83,10 @@ def test_a_critic_is_frozen_in_the_steps_of_its_generator(
     torch.manual_seed(0)
     pair: nn.Module = Pair()
     if one_root:
-        pair = auto_wrap(pair, by_class(Block, Part), **{"optimize_backward_concat": False, **options})
+        pair = shard(pair, by_class(Block, Part), **options)
     else:
-        pair.generator = auto_wrap(
-            pair.generator, by_class(Block), **{"optimize_backward_concat": False, **options}
-        )
-        pair.critic = auto_wrap(
-            pair.critic, by_class(Block), **{"optimize_backward_concat": False, **options}
-        )
+        pair.generator = shard(pair.generator, by_class(Block), **options)
+        pair.critic = shard(pair.critic, by_class(Block), **options)
     ours = adversarial(pair, pair.generator, pair.critic, rank, nothing)
     theirs = adversarial(plain, plain.generator, plain.critic, rank, average)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FlatFSDP, Precision, microbatches
+from flatfsdp import Precision, microbatches
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.models import build, data, grads_of, same, same_trace, train, train_unsharded
 from tests.support.plain_layers import error
 from tests.support.ranks import cached_in_file, on_ranks, run_ranks
@@ -60,7 +61,7 @@ def test_fp32_equals_the_unsharded_model(
         torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
 
 
-def one_step(model: FlatFSDP, batches: list[torch.Tensor]) -> None:
+def one_step(model: Any, batches: list[torch.Tensor]) -> None:
     for tokens in microbatches(model, batches):
         model(tokens).backward()
 
@@ -80,12 +81,12 @@ def test_bytes_inside_and_across(rank: int, options: dict[str, Any], count: int,
     ((*batches,),) = data(rank, 1, count)
     one_step(model, batches)
     model.zero_grad()
-    model.ledger.reset()
+    model.fsdp_state.shared.ledger.reset()
     one_step(model, batches)
-    padded = sum(p.numel() for p in model.parameters()) * 2
+    padded = sum(group.layout.padded_numel(2) for _, group in named_groups(model))
     backwards = count if options["grad_sync"] == "every" else 1
-    assert model.ledger.bytes["reduce"] / padded == pytest.approx(2.0 * backwards)
-    assert model.ledger.bytes["all_reduce"] / padded == pytest.approx(2.0)
+    assert model.fsdp_state.shared.ledger.bytes["reduce"] / padded == pytest.approx(2.0 * backwards)
+    assert model.fsdp_state.shared.ledger.bytes["all_reduce"] / padded == pytest.approx(2.0)
 
 
 @FLAGS
@@ -112,9 +113,9 @@ def test_an_unfinished_step_leaves_no_partial_sum(rank: int, flag: bool) -> None
 
 def replicas_agree(rank: int, world_size: int) -> torch.Tensor:
     """Replicas that start from different weights, and ranks that train on different data."""
-    model = build(seed=rank // 2, mesh=mesh(), optimize_backward_concat=True)
+    model = build(seed=rank // 2, mesh=mesh())
     train(model, rank)
-    return model.flat_param.detach()
+    return torch.cat([p.detach() for p in model.parameters()])
 
 
 def test_replicas_hold_equal_shards() -> None:

@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, shard
+from flatfsdp import Precision, by_class, shard
 from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.both_forms import WAYS, sharded
 from tests.support.ranks import on_ranks
 
 WIDTH = 16
 BF16 = Precision(compute=torch.bfloat16)
-BOTH_WAYS = pytest.mark.parametrize("way", WAYS)
 BOTH_FLAGS = pytest.mark.parametrize("flag", [False, True])
 
 
@@ -58,36 +56,33 @@ class Net(nn.Module):
         return F.mse_loss(self.head(x).squeeze(-1), labels)
 
 
-def net(way: str, kind: type[nn.Module] = Net, **options: Any) -> Any:
+def net(kind: type[nn.Module] = Net, **options: Any) -> Any:
     torch.manual_seed(0)
-    return sharded(way, kind(), by_class(Block), **{"precision": BF16, **options})
+    return shard(kind(), by_class(Block), **{"precision": BF16, **options})
 
 
-@BOTH_WAYS
 @BOTH_FLAGS
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_labels_reach_the_loss_as_they_are(way: str, flag: bool) -> None:
+def test_labels_reach_the_loss_as_they_are(flag: bool) -> None:
     model = Net()
     nn.init.zeros_(model.head.weight)
     nn.init.constant_(model.head.bias, 1004.0)
-    model = sharded(way, model, by_class(Block), precision=BF16, optimize_backward_concat=flag)
+    model = shard(model, by_class(Block), precision=BF16, optimize_backward_concat=flag)
     labels = torch.tensor([1001.0, 1003.0, 1005.0, 1007.0])
     loss = model(torch.randn(4, WIDTH), labels)
     assert loss.item() == 5.0  # 8.0 with labels of 8 bits
     loss.backward()
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_times_reach_the_model_as_they_are(way: str) -> None:
+def test_times_reach_the_model_as_they_are() -> None:
     unix = torch.arange(6, dtype=torch.float64) * 17.0 + 1.7e9
     steps = torch.tensor([999.0, 998.5])
     for precision, times in ((Precision(), unix), (BF16, unix), (BF16, steps)):
-        model = net(way, precision=precision)
+        model = net(precision=precision)
         model(torch.randn(2, WIDTH), torch.zeros(2), times=times)
-        plain = model.module if way == "wrapped" else model
-        assert plain.times is times
+        assert model.times is times
 
 
 class Diffusion(nn.Module):
@@ -105,10 +100,9 @@ class Diffusion(nn.Module):
         return y
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_times_that_bf16_cannot_tell_apart_give_different_outputs(way: str) -> None:
-    model = net(way, kind=Diffusion)
+def test_times_that_bf16_cannot_tell_apart_give_different_outputs() -> None:
+    model = net(kind=Diffusion)
     first, second = model(torch.zeros(2, WIDTH), torch.tensor([998.0, 999.0]))
     assert torch.tensor(998.0).bfloat16() == torch.tensor(999.0).bfloat16()
     assert not torch.equal(first, second)
@@ -130,19 +124,17 @@ def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_a_plain_fp32_tensor_between_units_trains_in_bf16_as_written(rank: int) -> None:
-    options = [(way, flag) for way in WAYS for flag in (False, True)]
-    losses = [trained(net(way, optimize_backward_concat=flag), rank) for way, flag in options]
-    assert losses[0][-1] < losses[0][0]
-    assert all(torch.equal(torch.stack(each), torch.stack(losses[0])) for each in losses)
+    losses, others = (trained(net(optimize_backward_concat=flag), rank) for flag in (False, True))
+    assert losses[-1] < losses[0]
+    assert all(map(torch.equal, losses, others))
 
 
-@BOTH_WAYS
 @on_ranks(2)
-def test_a_plain_fp32_tensor_between_units_trains_in_fp8_as_written(rank: int, way: str) -> None:
+def test_a_plain_fp32_tensor_between_units_trains_in_fp8_as_written(rank: int) -> None:
     torch.manual_seed(0)
     model = convert(Net(), filter=lambda _, name: name.startswith("blocks"))
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = sharded(way, model, by_class(Block), precision=precision)
+    model = shard(model, by_class(Block), precision=precision)
     with autocast(recipe=CurrentScaling()):
         losses = trained(model, rank)
     assert losses[-1] < losses[0]
@@ -151,7 +143,7 @@ def test_a_plain_fp32_tensor_between_units_trains_in_fp8_as_written(rank: int, w
 @on_ranks(2)
 def test_a_unit_casts_its_first_argument_alone_and_only_from_fp32() -> None:
     """The others may be tables of a rotary embedding, or a residual that is FP32 on purpose."""
-    model = net("in place")
+    model = net()
     block, x = model.blocks[0], torch.randn(2, WIDTH)
     model(x, torch.zeros(2))
     block(x, x, torch.arange(2), bias=x)
@@ -192,15 +184,10 @@ class Expert(nn.Module):
         return x * self.weight
 
 
-@BOTH_WAYS
 @pytest.mark.parametrize("policy", ["units", "one unit"])
 @on_ranks(1)
-def test_lists_and_dicts_that_layers_write_to_are_the_callers(way: str, policy: str) -> None:
-    one = {"wrapped": FlatFSDP, "in place": shard}[way]
-    if policy == "units":
-        model = sharded(way, Sparse(Expert), by_class(Expert), precision=BF16)
-    else:
-        model = one(Sparse(Expert), precision=BF16)
+def test_lists_and_dicts_that_layers_write_to_are_the_callers(policy: str) -> None:
+    model = shard(Sparse(Expert), by_class(Expert) if policy == "units" else None, precision=BF16)
     x = torch.ones(2, WIDTH)
     assert model(x).item() == pytest.approx(WIDTH * (2 + 3e-6 + 3), abs=1e-5)
 
@@ -234,11 +221,10 @@ def test_fp32_beside_activations_of_16_bits_stays(in_units: bool) -> None:
     assert shard(Routed(), policy, precision=BF16)(torch.arange(4)).dtype == torch.bfloat16
 
 
-@BOTH_WAYS
 @on_ranks(2)
-def test_gradients_of_fp32_inputs_arrive_in_fp32(way: str) -> None:
+def test_gradients_of_fp32_inputs_arrive_in_fp32() -> None:
     """Through the door of a unit inside, and through the outermost one's modules."""
-    model = net(way, kind=Diffusion)
+    model = net(kind=Diffusion)
     for given in ([True, False], [False, True]):
         x, times = (torch.ones(2, *s, requires_grad=g) for s, g in zip([(WIDTH,), ()], given, strict=True))
         model(x, times).float().square().sum().backward()
@@ -246,61 +232,56 @@ def test_gradients_of_fp32_inputs_arrive_in_fp32(way: str) -> None:
         assert grad is not None and grad.dtype == torch.float32 and bool(grad.abs().sum() > 0)
 
 
-@BOTH_WAYS
 @on_ranks(2)
-def test_an_outermost_layer_casts_its_own_inputs(way: str) -> None:
-    wrap: Any = {"wrapped": FlatFSDP, "in place": shard}[way]
+def test_an_outermost_layer_casts_its_own_inputs() -> None:
     x, state = torch.randn(3, WIDTH), torch.zeros(1, WIDTH)
-    assert wrap(nn.Linear(WIDTH, 2), precision=BF16)(x).dtype == torch.bfloat16
-    output, states = wrap(nn.LSTM(WIDTH, WIDTH), precision=BF16)(x, (state, state))
+    assert shard(nn.Linear(WIDTH, 2), precision=BF16)(x).dtype == torch.bfloat16
+    output, states = shard(nn.LSTM(WIDTH, WIDTH), precision=BF16)(x, (state, state))
     assert {output.dtype, *(each.dtype for each in states)} == {torch.bfloat16}
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_cast_inputs_false_casts_nothing(way: str) -> None:
-    model = net(way, cast_inputs=False)
+def test_cast_inputs_false_casts_nothing() -> None:
+    model = net(cast_inputs=False)
     with pytest.raises(RuntimeError, match="same dtype"):
         model(torch.randn(2, WIDTH), torch.zeros(2))
-    model = net(way, cast_inputs=False)
+    model = net(cast_inputs=False)
     with pytest.raises(RuntimeError, match="same dtype"):  # FP32 by its positions
         model(torch.randn(2, WIDTH).bfloat16(), torch.zeros(2))
     assert model.blocks[0].seen == [torch.float32]
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_there_are_hooks_only_where_something_is_cast(way: str) -> None:
+def test_there_are_hooks_only_where_something_is_cast() -> None:
     def hooked(model: nn.Module) -> list[str]:
         modules = model.named_modules()
         return [name for name, m in modules if any(map(is_cast, m._forward_pre_hooks.values()))]
 
     x, labels = torch.randn(2, WIDTH), torch.zeros(2)
     for options in ({"precision": Precision()}, {"cast_inputs": False}):
-        model = net(way, **options)
+        model = net(**options)
         model(x.to(model.fsdp_state.policy.precision.compute), labels) if "precision" in options else None
         model.state_dict()
         assert not hooked(model)
-    model = net(way)
+    model = net()
     for _ in range(2):
         model(x, labels)
-        assert [name.removeprefix("module.") for name in hooked(model)] == ["embedding", "head"]
+        assert hooked(model) == ["embedding", "head"]
 
 
 @on_ranks(1)
 def test_a_layer_that_was_a_model_of_its_own_casts_as_a_unit_afterwards() -> None:
-    block, x = FlatFSDP(Block(), precision=BF16, optimize_backward_concat=False), torch.randn(2, WIDTH)
+    block, x = shard(Block(), precision=BF16), torch.randn(2, WIDTH)
     assert block(x).dtype == torch.float32  # a residual of what it was given
     assert any(map(is_cast, block.up._forward_pre_hooks.values()))
-    outer = FlatFSDP(nn.Sequential(block), precision=BF16, optimize_backward_concat=False)
+    outer = shard(nn.Sequential(block), precision=BF16)
     assert outer(x).dtype == torch.bfloat16
     assert not any(map(is_cast, block.up._forward_pre_hooks.values()))
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_inputs_are_not_kept_by_casts(way: str) -> None:
-    model, x = net(way), torch.randn(2, WIDTH)
+def test_inputs_are_not_kept_by_casts() -> None:
+    model, x = net(), torch.randn(2, WIDTH)
     alive = weakref.ref(x)
     with torch.no_grad():
         model(x, torch.zeros(2))
@@ -308,35 +289,33 @@ def test_inputs_are_not_kept_by_casts(way: str) -> None:
     assert alive() is None
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_a_compiled_model_casts_as_an_eager_one(rank: int, way: str) -> None:
+def test_a_compiled_model_casts_as_an_eager_one(rank: int) -> None:
     def compiled(whole: bool) -> list[Tensor]:
         torch._dynamo.reset()
-        model = net(way)
+        model = net()
         graphs = CompileCounterWithBackend("aot_eager")
         if whole:
             losses = trained(torch.compile(model, backend=graphs), rank)
         else:
             for block in model.blocks:
-                (block.module if way == "wrapped" else block).compile(backend=graphs)
+                block.compile(backend=graphs)
             losses = trained(model, rank)
             assert graphs.frame_count == 1
         torch._dynamo.reset()
         return losses
 
-    eager = trained(net(way), rank)
+    eager = trained(net(), rank)
     assert all(map(torch.equal, compiled(whole=False), eager))
     assert all(map(torch.equal, compiled(whole=True), eager))
 
 
-@BOTH_WAYS
 @on_ranks(1)
-def test_a_compiled_module_of_the_outermost_unit_is_one_graph_with_its_casts(way: str) -> None:
+def test_a_compiled_module_of_the_outermost_unit_is_one_graph_with_its_casts() -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
-    model = {"wrapped": FlatFSDP, "in place": shard}[way](nn.Sequential(Block()), precision=BF16)
-    block: Any = model.get_submodule("module.0" if way == "wrapped" else "0")
+    model = shard(nn.Sequential(Block()), precision=BF16)
+    block: Any = model[0]
     block.compile(backend=graphs)
     for _ in range(2):
         model(torch.randn(2, WIDTH))
@@ -358,11 +337,6 @@ def test_attention_gets_masks_in_the_dtype_of_its_weights() -> None:
             return y
 
     x = torch.randn(4, WIDTH)
-    model = auto_wrap(
-        nn.Sequential(Net(), nn.Linear(WIDTH, 1)),
-        by_class(nn.Linear),
-        precision=BF16,
-        optimize_backward_concat=False,
-    )
+    model = shard(nn.Sequential(Net(), nn.Linear(WIDTH, 1)), by_class(nn.Linear), precision=BF16)
     assert model(x).dtype == torch.bfloat16
     assert math.isfinite(model(x).sum().item())

@@ -1,4 +1,4 @@
-"""Packs over several ranks have the bits of one weight, for both flags and forms."""
+"""Packs over several ranks have the bits of one weight, for both flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from flatfsdp import Debug, Precision, by_class, checkpoint, microbatches
+from flatfsdp import Debug, Precision, by_class, checkpoint, microbatches, shard
 from flatfsdp.checkpoint.local import (
     consolidate,
     load_local_state_dict,
@@ -27,7 +27,6 @@ from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.optim import AdamW
-from tests.support.both_forms import WAYS, sharded
 from tests.support.joint_layers import QKV, ROWS, Layer, Net, OneWeight, batch, loss_of
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -37,9 +36,9 @@ TOGETHER = ("", "", "")
 Record = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def build(way: str = "wrapped", kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
+def build(kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
     net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
-    return sharded(way, net, by_class(Layer), **{"debug": Debug(poison_on_free=True), **options})
+    return shard(net, by_class(Layer), **{"debug": Debug(poison_on_free=True), **options})
 
 
 def train(
@@ -90,57 +89,46 @@ def assert_same(one: Record, other: Record) -> None:
 # ---- the same bits ------------------------------------------------------------------------------------
 
 
-def every_setting(way: str) -> list[dict[str, Any]]:
-    return [
-        {"way": way, "optimize_backward_concat": flag, "reshard_after_forward": reshard}
-        for flag, reshard in itertools.product((True, False), repeat=2)
-    ]
+SETTINGS: list[dict[str, Any]] = [
+    {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    for flag, reshard in itertools.product((True, False), repeat=2)
+]
 
 
-def parity(rank: int, world_size: int, way: str, fuse: Any, compute: torch.dtype) -> None:
+def parity(rank: int, world_size: int, fuse: Any, compute: torch.dtype) -> None:
     precision = Precision(compute=compute)
     expected = train(build(kind=OneWeight, fuse=fuse, precision=precision), rank)
-    for options in every_setting(way):
+    for options in SETTINGS:
         model = build(fuse=fuse, precision=precision, **options)
         losses, state = train(model, rank)
         assert_same((losses, in_one_weight(state)), expected)
         assert all(is_packed(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
 
 
-@pytest.mark.parametrize(
-    ("way", "fuse", "compute"),
-    [
-        ("wrapped", False, torch.bfloat16),
-        ("wrapped", True, torch.float32),
-        ("in place", False, torch.float32),
-        ("in place", True, torch.bfloat16),
-    ],
-)
-def test_the_same_bits_as_one_weight(way: str, fuse: bool, compute: torch.dtype) -> None:
-    run_ranks(2, parity, way, fuse, compute)
+@pytest.mark.parametrize(("fuse", "compute"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_same_bits_as_one_weight(fuse: bool, compute: torch.dtype) -> None:
+    run_ranks(2, parity, fuse, compute)
 
 
 def test_the_same_bits_on_four_ranks() -> None:
     """Shard boundaries may cut packs anywhere."""
-    run_ranks(4, parity, "wrapped", True, torch.bfloat16)
+    run_ranks(4, parity, True, torch.bfloat16)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
 @on_ranks(2)
 def test_parts_used_alone_in_one_microbatch(rank: int, fuse: Any) -> None:
     for alone in (("k", "", ""), ("", "k", ""), ("", "", "v"), ("q", "k", "v")):
-        for way in WAYS:
-            # In place, what a step has not used stays; a wrapper moves a unit's flat parameter as a whole.
-            first, *runs = (train(build(fuse=fuse, **each), rank, alone) for each in every_setting(way))
-            for run in runs:
-                assert_same(run, first)
+        first, *runs = (train(build(fuse=fuse, **each), rank, alone) for each in SETTINGS)
+        for run in runs:
+            assert_same(run, first)
 
 
 @on_ranks(2)
 def test_a_frozen_part_is_multiplied_apart(rank: int) -> None:
     freezes = tuple(f"layers.{layer}.qkv.parts.k" for layer in range(2))
     runs = []
-    for options in (options for way in WAYS for options in every_setting(way)):
+    for options in SETTINGS:
         model = build(freezes=freezes, **options)
         runs.append(train(model, rank))
         layer = next(m for m in model.modules() if isinstance(m, QKV))
@@ -150,11 +138,10 @@ def test_a_frozen_part_is_multiplied_apart(rank: int) -> None:
     assert torch.equal(runs[0][1]["layers.0.qkv.parts.k.weight"], Net().layers[0].qkv.parts["k"].weight)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_requires_grad_is_followed(rank: int, way: str) -> None:
+def test_requires_grad_is_followed(rank: int) -> None:
     expected = train(build(kind=OneWeight), rank, frozen_in=1)
-    for options in every_setting(way):
+    for options in SETTINGS:
         losses, state = train(build(**options), rank, frozen_in=1)
         assert_same((losses, in_one_weight(state)), expected)
 
@@ -174,9 +161,8 @@ def two_microbatches(model: Any, layers: Any, rank: int, batches: Any) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, way: str) -> None:
+def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int) -> None:
     """Layers keep the gradients of the microbatch before, as in PyTorch."""
     for frozen in (1, 2):
         net = Net(fuse=False)
@@ -184,25 +170,22 @@ def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, 
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad.div_(2))
         expected = torch.stack([sum_of_squares(layer) for layer in net.layers])
-        for kind, fuse, options in itertools.product((QKV, OneWeight), (False, True), every_setting(way)):
+        for kind, fuse, options in itertools.product((QKV, OneWeight), (False, True), SETTINGS):
             # Not poisoned: what is freed too early has no memory, and raises.
             model = build(kind=kind, fuse=fuse, debug=Debug(), **options)
-            layers = (model.module if way == "wrapped" else model).layers
-            two_microbatches(model, layers[:frozen], rank, microbatches(model, range(2)))
-            found = torch.stack([sum_of_squares(layer) for layer in layers])
+            two_microbatches(model, model.layers[:frozen], rank, microbatches(model, range(2)))
+            found = torch.stack([sum_of_squares(layer) for layer in model.layers])
             dist.all_reduce(found)
             torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_recomputation(rank: int, way: str, reentrant: bool) -> None:
-    expected = train(build(way), rank)
-    for options in every_setting(way):
+def test_recomputation(rank: int, reentrant: bool) -> None:
+    expected = train(build(), rank)
+    for options in SETTINGS:
         model = build(**options)
-        net = model.module if way == "wrapped" else model
-        net.call = partial(recomputed, use_reentrant=reentrant)
+        model.call = partial(recomputed, use_reentrant=reentrant)
         assert_same(train(model, rank), expected)
 
 
@@ -221,7 +204,7 @@ def test_weights_stored_in_fp8(world_size: int, fuse: bool) -> None:
 def check_stored(rank: int, world_size: int, fuse: bool) -> None:
     """One scale a pack: the bits of one weight that is stored in FP8."""
     expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
-    for options in (options for way in WAYS for options in every_setting(way)):
+    for options in SETTINGS:
         model = build(fuse=fuse, precision=stored_in_fp8(), **options)
         losses, state = train(model, rank, recipe=RECIPE)
         assert_same((losses, in_one_weight(state)), expected)
@@ -234,12 +217,13 @@ def check_stored(rank: int, world_size: int, fuse: bool) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
-    runs = []
-    for kind, way in ((OneWeight, "wrapped"), (QKV, "wrapped"), (QKV, "in place")):
-        model = build(way, kind, precision=stored_in_fp8(torch.bfloat16))
-        runs.append(train(model, rank, recipe=RECIPE, optimizer_class=AdamW))
-    for losses, state in runs[1:]:
-        assert_same((losses, in_one_weight(state)), runs[0])
+    expected, (losses, state) = (
+        train(
+            build(kind, precision=stored_in_fp8(torch.bfloat16)), rank, recipe=RECIPE, optimizer_class=AdamW
+        )
+        for kind in (OneWeight, QKV)
+    )
+    assert_same((losses, in_one_weight(state)), expected)
 
 
 @on_ranks(2)
@@ -252,7 +236,7 @@ def test_frozen_weights_stored_in_fp8(rank: int) -> None:
         return train(model, rank, recipe=RECIPE)
 
     expected = case(OneWeight)
-    for options in (options for way in WAYS for options in every_setting(way)):
+    for options in SETTINGS:
         losses, state = case(QKV, **options)
         assert_same((losses, in_one_weight(state)), expected)
 
@@ -307,20 +291,19 @@ class Undeclared(QKV):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_checkpoints_go_by_the_original_names(tmp_path: Path, way: str, in_fp8: bool) -> None:
-    run_ranks(2, check_checkpoints, tmp_path, way, in_fp8)
+def test_checkpoints_go_by_the_original_names(tmp_path: Path, in_fp8: bool) -> None:
+    run_ranks(2, check_checkpoints, tmp_path, in_fp8)
 
 
-def check_checkpoints(rank: int, world_size: int, path: Path, way: str, in_fp8: bool) -> None:
+def check_checkpoints(rank: int, world_size: int, path: Path, in_fp8: bool) -> None:
     """Biases lie behind each other in the flat parameter, and come back to where they belong."""
     options = {"precision": stored_in_fp8()} if in_fp8 else {}
-    saved = build(way, **options)
+    saved = build(**options)
     _, state = train(saved, rank, recipe=RECIPE if in_fp8 else None)
     assert list(state) == list(Net().state_dict())
     checkpoint.save(path, saved)
     for kind in (QKV, Undeclared):
-        loaded = build(way, kind=kind, **(options if kind is QKV else {}))
+        loaded = build(kind=kind, **(options if kind is QKV else {}))
         checkpoint.load(path, loaded)
         assert_same(([], loaded.state_dict()), ([], state))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, fp8, microbatches
+from flatfsdp import Precision, by_class, checkpoint, fp8, microbatches, shard
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.contract.tensor_parallel import declare_split
 from flatfsdp.engine.whole.units import named_groups
@@ -21,7 +21,6 @@ from flatfsdp.layers import Linear, TransformerLayer
 from flatfsdp.layers.projection import Projection
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from tests.support import joint_layers
-from tests.support.both_forms import sharded
 from tests.support.joint_layers import QKV, OneWeight
 from tests.support.pipelines import mesh_of
 from tests.support.ranks import on_ranks
@@ -29,8 +28,8 @@ from tests.support.tp_models import data_parallel, data_rank, tp_mesh
 
 WIDTH, HEADS, GROUPS, SEQUENCE, BATCH = 64, 4, 2, 16, 2
 RECIPE = fp8.CurrentScaling()
-SETTINGS = (("wrapped", True, True), ("in place", False, True), ("in place", True, False))
-"""Form, flag, and whether to reshard after the forward."""
+SETTINGS = ((True, True), (False, True), (True, False))
+"""Flag, and whether to reshard after the forward."""
 
 
 class Net(nn.Module):
@@ -69,7 +68,6 @@ class Trained(NamedTuple):
 
 def train(
     mesh: DeviceMesh,
-    way: str,
     flag: bool,
     reshard: bool,
     sequence_parallel: bool,
@@ -78,7 +76,7 @@ def train(
     """Losses, norms of gradients and whole parameters of two steps; in FP8 where weights are stored so."""
     options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     options |= {"mesh": data_parallel(mesh), "tp_group": mesh.get_group("tp"), "precision": precision}
-    model = sharded(way, Net(mesh, sequence_parallel), by_class(TransformerLayer), **options)
+    model = shard(Net(mesh, sequence_parallel), by_class(TransformerLayer), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(data_rank(mesh))
     in_fp8 = precision is not None and precision.fp8_weights is not None
@@ -113,7 +111,7 @@ def test_layers_that_ranks_share(sizes: tuple[int, ...], sequence_parallel: bool
     """Each rank's parts are one operand: the bits of a concatenation of them."""
     mesh = tp_mesh(*sizes)
     with mock.patch.object(Projection, "packed_parameters", return_value=()):
-        apart = train(mesh, "wrapped", False, True, sequence_parallel)
+        apart = train(mesh, False, True, sequence_parallel)
     for setting in SETTINGS[1:] if sequence_parallel else SETTINGS:
         found = train(mesh, *setting, sequence_parallel)
         assert_same(found, apart)
@@ -154,7 +152,7 @@ def test_parts_of_which_only_some_are_split(rank: int) -> None:
         torch.manual_seed(0)
         layer = QKV(fuse=False, bias=False, rows={"q": 16, "k": 16, "v": 16})
         declare_split(layer.parts["q"].weight, 0, (32,))
-        model = FlatFSDP(layer, optimize_backward_concat=flag, **options)
+        model = shard(layer, optimize_backward_concat=flag, **options)
         model(joint_layers.batch(0)).square().sum().backward()
         assert layer.found == (None, None) and not is_packed(layer, "qkv_weight")
         runs.append([parameter.grad for parameter in model.parameters()])
@@ -163,14 +161,14 @@ def test_parts_of_which_only_some_are_split(rank: int) -> None:
     fused = Linear(32, 48, bias=False, parameters_split=("q", "k", "v"), fuse_wgrad_accumulation=True)
     declare_split(fused.q_weight, 0, (32,))
     with pytest.raises(RuntimeError, match=r"in one FlatFSDP unit and of one dtype.*'if_claimed'"):
-        FlatFSDP(fused, **{"optimize_backward_concat": False, **options})(joint_layers.batch(0))
+        shard(fused, **options)(joint_layers.batch(0))
 
 
 @on_ranks(4)
 def test_stages_of_a_pipeline() -> None:
     """Forwards of several microbatches come before the first one's backward: the bits of one weight."""
     one_losses, one_norms = train_pipeline(OneWeight, True, True)
-    runs = [train_pipeline(QKV, flag, reshard) for _, flag, reshard in SETTINGS]
+    runs = [train_pipeline(QKV, flag, reshard) for flag, reshard in SETTINGS]
     assert runs[0] == runs[1] == runs[2]
     losses, norms = runs[0]
     assert losses == one_losses and norms == pytest.approx(one_norms, rel=1e-6)
@@ -182,9 +180,7 @@ def train_pipeline(kind: type[QKV], flag: bool, reshard: bool) -> tuple[list[flo
     rank, count = mesh.get_local_rank("pp"), 2
     options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     nets = [joint_layers.Net(kind) for _ in range(count)]
-    models = [
-        sharded("wrapped", net, by_class(joint_layers.Layer), mesh=mesh["dp"], **options) for net in nets
-    ]
+    models = [shard(net, by_class(joint_layers.Layer), mesh=mesh["dp"], **options) for net in nets]
     stages = [
         FlatStage(model, rank + 2 * index, 2 * count, group=mesh.get_group("pp"))
         for index, model in enumerate(models)

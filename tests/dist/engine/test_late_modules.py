@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from flatfsdp import FlatFSDP, by_class
-from tests.support.both_forms import WAYS, sharded
-from tests.support.models import Block, Net, build, data
+from flatfsdp import by_class, shard
+from tests.support.models import Block, Net, data, flat
 from tests.support.ranks import on_ranks
 
 
@@ -30,45 +29,39 @@ class LoRA(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _model(way: str, **options: Any) -> Any:
+def _model(**options: Any) -> Any:
     torch.manual_seed(0)
-    return sharded(way, Net(), by_class(Block), **options)
-
-
-def _inside(model: Any) -> Any:
-    """The module that was sharded: the wrapped one, or the model itself."""
-    return getattr(model, "module", model)
+    return shard(Net(), by_class(Block), **options)
 
 
 def _lora(model: Any) -> None:
-    _inside(model.blocks[1]).up = LoRA(model.blocks[1].up)
+    model.blocks[1].up = LoRA(model.blocks[1].up)
 
 
 def _new_layer(model: Any) -> None:
-    _inside(model.blocks[0]).gate = nn.Linear(2, 2)
+    model.blocks[0].gate = nn.Linear(2, 2)
 
 
 def _by_add_module(model: Any) -> None:
-    _inside(model).add_module("gate", nn.Linear(2, 2))
+    model.add_module("gate", nn.Linear(2, 2))
 
 
 def _another_block(model: Any) -> None:
-    _inside(model).blocks.append(Block())
+    model.blocks.append(Block())
 
 
 def _resized(model: Any) -> None:
-    _inside(model).embedding = nn.Embedding(50, 20)
+    model.embedding = nn.Embedding(50, 20)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "change",
     [_lora, _new_layer, _by_add_module, _another_block, _resized],
     ids=lambda c: c.__name__.strip("_"),
 )
 @on_ranks(2)
-def test_new_parameters_below_a_unit_are_refused(rank: int, change: Callable[[Any], None], way: str) -> None:
-    model = _model(way)
+def test_new_parameters_below_a_unit_are_refused(rank: int, change: Callable[[Any], None]) -> None:
+    model = _model()
     modules = dict(model.named_modules())
     with pytest.raises(TypeError, match=r"brings parameter .* is built already.*Change the model"):
         change(model)
@@ -76,24 +69,23 @@ def test_new_parameters_below_a_unit_are_refused(rank: int, change: Callable[[An
 
 
 def _without_head(model: Any) -> None:
-    _inside(model).head = nn.Identity()
+    model.head = nn.Identity()
 
 
 def _none(model: Any) -> None:
-    _inside(model).head = None
+    model.head = None
 
 
 def _fewer_blocks(model: Any) -> None:
-    _inside(model).blocks = nn.ModuleList(list(model.blocks)[:2])
+    model.blocks = nn.ModuleList(list(model.blocks)[:2])
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [_without_head, _none, _fewer_blocks], ids=lambda c: c.__name__.strip("_"))
 @on_ranks(2)
 def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(
-    rank: int, change: Callable[[Any], None], way: str
+    rank: int, change: Callable[[Any], None]
 ) -> None:
-    model = _model(way)
+    model = _model()
     with pytest.raises(TypeError, match="is replaced in a unit that is built already"):
         change(model)
 
@@ -105,18 +97,17 @@ class Loss(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("flag", [True, False])
 @on_ranks(2)
-def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool, way: str) -> None:
-    plain = _model(way, optimize_backward_concat=flag)
-    model = _model(way, optimize_backward_concat=flag)
+def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool) -> None:
+    plain = _model(optimize_backward_concat=flag)
+    model = _model(optimize_backward_concat=flag)
     model.loss = Loss()
-    _inside(model.blocks[0]).loss = Loss()
-    _inside(model).teacher = Net().requires_grad_(False)
-    _inside(model.blocks[0]).up = nn.Sequential(_inside(model.blocks[0]).up)
-    _inside(model.blocks[2]).up = torch.compile(_inside(model.blocks[2]).up, backend="eager")
-    apply_activation_checkpointing(model, check_fn=lambda module: module is _inside(model.blocks[1]))
+    model.blocks[0].loss = Loss()
+    model.teacher = Net().requires_grad_(False)
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up)
+    model.blocks[2].up = torch.compile(model.blocks[2].up, backend="eager")
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model.blocks[1])
     for tokens in next(data(rank, 1, 2)):
         losses = [each(tokens) for each in (plain, model)]
         assert torch.equal(*losses)
@@ -129,9 +120,9 @@ def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool,
 
 @on_ranks(2)
 def test_a_copy_of_a_layer_belongs_to_no_unit(rank: int) -> None:
-    model = build()
+    model = flat()
     with model.summon_full_params():
-        average = copy.deepcopy(_inside(model).head)
+        average = copy.deepcopy(model.head)
     average.beside = nn.Linear(20, 30)
     optimizer = torch.optim.SGD(average.parameters(), lr=0.1)
     average(torch.ones(1, 20)).sum().backward()
@@ -141,7 +132,7 @@ def test_a_copy_of_a_layer_belongs_to_no_unit(rank: int) -> None:
 @on_ranks(2)
 def test_plain_modules_around_units_may_change(rank: int) -> None:
     whole = nn.Module()
-    whole.net = FlatFSDP(Net(), optimize_backward_concat=False)
+    whole.net = shard(Net())
     whole.value_head = nn.Linear(2, 2)
-    whole.net = FlatFSDP(Net(), optimize_backward_concat=False)
+    whole.net = shard(Net())
     whole.net = nn.Identity()

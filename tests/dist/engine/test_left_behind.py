@@ -7,23 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, by_class
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import Debug, by_class, shard
 from tests.support.left_behind import OUTSIDE, PLACES, Gated, Model, check, inputs, loss_of
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-@EACH_WAY
 @FLAGS
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
-def test_what_a_unit_leaves_on_its_modules_is_like_an_output(way: str, flag: bool, place: str) -> None:
+def test_what_a_unit_leaves_on_its_modules_is_like_an_output(flag: bool, place: str) -> None:
     for options in ({}, {"reshard_after_forward": False}, {"debug": Debug(poison_on_free=True)}):
-        model = sharded(way, Model(place), by_class(Gated), optimize_backward_concat=flag, **options)
+        model = shard(Model(place), by_class(Gated), optimize_backward_concat=flag, **options)
         check(Model(place), model, inputs(2))
 
 
@@ -31,7 +28,7 @@ def test_what_a_unit_leaves_on_its_modules_is_like_an_output(way: str, flag: boo
 @pytest.mark.parametrize("place", ["list", "outer list", "accumulated"])
 @on_ranks(2)
 def test_each_call_of_a_unit_may_leave_one(flag: bool, place: str) -> None:
-    model = sharded("in place", Model(place, uses=2), by_class(Gated), optimize_backward_concat=flag)
+    model = shard(Model(place, uses=2), by_class(Gated), optimize_backward_concat=flag)
     check(Model(place, uses=2), model, inputs(1))
 
 
@@ -39,7 +36,7 @@ def test_each_call_of_a_unit_may_leave_one(flag: bool, place: str) -> None:
 @on_ranks(2)
 def test_a_loss_of_nothing_but_what_was_left_works(flag: bool) -> None:
     plain, model = Model("attribute"), Model("attribute")
-    sharded("in place", model, by_class(Gated), optimize_backward_concat=flag)
+    shard(model, by_class(Gated), optimize_backward_concat=flag)
     for each in (plain, model):
         each(inputs(1)[0])
         sum(block.aux for block in each.blocks).backward()
@@ -63,7 +60,7 @@ def test_recomputed_units_leave_theirs_too(flag: bool, reentrant: bool) -> None:
                     block.aux = torch.zeros(())
             return self.head(x).mean()
 
-    model = sharded("in place", Recomputed("attribute"), by_class(Gated), optimize_backward_concat=flag)
+    model = shard(Recomputed("attribute"), by_class(Gated), optimize_backward_concat=flag)
     check(Recomputed("attribute"), model, inputs(1))
 
 
@@ -81,19 +78,18 @@ class ComesLater(Model):
 @on_ranks(2)
 def test_a_forward_may_begin_late_to_leave_something(flag: bool) -> None:
     plain, model = ComesLater("outside"), ComesLater("outside")
-    sharded("in place", model, by_class(Gated), optimize_backward_concat=flag)
+    shard(model, by_class(Gated), optimize_backward_concat=flag)
     for each in (plain, model):
         each(inputs(1)[0])
         OUTSIDE.clear()
     check(plain, model, inputs(1))
 
 
-@EACH_WAY
 @FLAGS
 @on_ranks(2)
-def test_what_a_unit_leaves_elsewhere_raises(way: str, flag: bool) -> None:
+def test_what_a_unit_leaves_elsewhere_raises(flag: bool) -> None:
     """It reads freed memory: never NaN, never a crash."""
-    model = sharded(way, Model("outside"), by_class(Gated), optimize_backward_concat=flag)
+    model = shard(Model("outside"), by_class(Gated), optimize_backward_concat=flag)
     loss = loss_of(model, inputs(1)[0])
     with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         loss.backward()
@@ -119,7 +115,7 @@ class Summed(nn.Module):
 @FLAGS
 @on_ranks(2)
 def test_a_gradient_that_lands_in_a_freed_unit_raises(flag: bool) -> None:
-    model = sharded("in place", nn.Sequential(Summed()), by_class(Summed), optimize_backward_concat=flag)
+    model = shard(nn.Sequential(Summed()), by_class(Summed), optimize_backward_concat=flag)
     model(torch.ones(4))
     loss = OUTSIDE.pop()
     with pytest.raises(

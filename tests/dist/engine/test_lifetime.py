@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, FlatFSDP
-from tests.support.models import build, data
+from flatfsdp import Debug, by_class, shard
+from tests.support.models import Block, RecomputedNet, data
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -68,8 +67,8 @@ def test_parameters_stay_until_the_gradients_of_the_inputs_are_there(
     torch.manual_seed(0)
     plain = Twice(unit(), recompute)
     sharded = copy.deepcopy(plain)
-    sharded.unit = FlatFSDP(sharded.unit, **{"optimize_backward_concat": False, **options})
-    model = FlatFSDP(sharded, **{"optimize_backward_concat": False, **options})
+    sharded.unit = shard(sharded.unit, **options)
+    model = shard(sharded, **options)
     x = torch.randn(4, 8)
     model(x).backward()
     plain(x).backward()
@@ -88,7 +87,7 @@ class FrozenBetween(nn.Module):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.inner = FlatFSDP(nn.Linear(4, 4), **{"optimize_backward_concat": False, **options})
+        self.inner = shard(nn.Linear(4, 4), **options)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.head = nn.Linear(4, 1)
 
@@ -104,7 +103,7 @@ def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
 ) -> None:
     options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=poison)}
     torch.manual_seed(0)
-    model = FlatFSDP(FrozenBetween(options), **{"optimize_backward_concat": False, **options})
+    model = shard(FrozenBetween(options), **options)
     model(torch.ones(2, 4)).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
 
@@ -113,15 +112,15 @@ def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
 @on_ranks(2)
 def test_reentrant_recomputation_frees_each_unit_after_its_backward(rank: int, flag: bool) -> None:
     """Units in memory when each block's norm has its gradient, with reentrant recomputation around blocks."""
-    model, seen = build(optimize_backward_concat=flag), []
+    model: Any = shard(RecomputedNet(reentrant=True), by_class(Block), optimize_backward_concat=flag)
+    seen: list[int] = []
     units = [m.fsdp_state for m in (model, *model.blocks)]
 
     def count(*_: Any) -> None:
         seen.append(sum(not unit.is_sharded for unit in units))
 
     for block in model.blocks:
-        block.module.norm.register_full_backward_hook(count)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+        block.norm.register_full_backward_hook(count)
     for (tokens,) in data(rank, 2, 1):
         seen.clear()
         model(tokens).backward()

@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, by_class, microbatches, shard
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import by_class, microbatches, shard
 from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
-
-WAY = pytest.mark.parametrize("way", WAYS)
-FORMS = pytest.mark.parametrize(
-    ("way", "flag"),
-    [("in place", True), ("in place", False), ("wrapped", True), ("wrapped", False)],
-    ids=["in place, on", "in place, off", "wrapped, on", "wrapped, off"],
-)
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -37,9 +29,9 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
-def build(way: str, flag: bool = True) -> Any:
+def build(flag: bool = True) -> Any:
     torch.manual_seed(0)
-    return sharded(way, Net(blocks=1), by_class(Block), optimize_backward_concat=flag)
+    return shard(Net(blocks=1), by_class(Block), optimize_backward_concat=flag)
 
 
 # ---- a step that is left -----------------------------------------------------------------------------------
@@ -85,16 +77,16 @@ def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tens
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@FORMS
+@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @LEAVE
 @on_ranks(1, 2)
 def test_a_step_that_was_left_raises_in_the_optimizer(
-    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str, flag: bool
+    rank: int, leave: Callable[[Any, list[Tensor]], None], flag: bool
 ) -> None:
     """And moves nothing; `zero_grad()` drops what was accumulated, and the next step is a clean one."""
     left, good = data(rank, 2, 3)
     for number, make in enumerate(OPTIMIZERS):
-        model, fresh = build(way, flag), build(way, flag)
+        model, fresh = build(flag), build(flag)
         optimizer = make(model.parameters())
         before = [p.detach().clone() for p in model.parameters()]
         leave(model, left)
@@ -110,14 +102,13 @@ def test_a_step_that_was_left_raises_in_the_optimizer(
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
-@WAY
 @LEAVE
 @on_ranks(1, 2)
 def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
-    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str
+    rank: int, leave: Callable[[Any, list[Tensor]], None]
 ) -> None:
     (left,) = data(rank, 1, 3)
-    model = build(way)
+    model = build()
     leave(model, left)
     for clip in (lambda: clip_grad_norm_(model.parameters(), 1.0), lambda: model.clip_grad_norm_(1.0)):
         with suppress(RuntimeError):
@@ -128,16 +119,15 @@ def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
         scaler.step(optimizer)
 
 
-@WAY
 @LEAVE
 @on_ranks(2)
 def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
-    rank: int, leave: Callable[[Any, list[Tensor]], None], way: str
+    rank: int, leave: Callable[[Any, list[Tensor]], None]
 ) -> None:
     """`zero_grad()` of the model, as of the optimizer, where a reduced gradient was there before."""
     first, left, good = data(rank, 3, 3)
     for of_model, to_none in ((True, False), (False, True), (False, False)):
-        model, fresh = build(way), build(way)
+        model, fresh = build(), build()
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, fresh)]
         for each, optimizer in zip((model, fresh), optimizers, strict=True):
             steps_taken(each, optimizer, first)
@@ -152,14 +142,13 @@ def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["one parameter", "two parameters"])
-@pytest.mark.parametrize("form", [shard, FlatFSDP])
 @on_ranks(1)
-def test_a_compiled_step_is_the_eager_one(form: Any, bias: bool) -> None:
+def test_a_compiled_step_is_the_eager_one(bias: bool) -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 4, bias=bias)
     torch.manual_seed(0)
     plain = nn.Linear(4, 4, bias=bias)
-    model = form(net)
+    model = shard(net)
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
     compiled = torch.compile(ours.step, backend="eager")
     try:
@@ -177,10 +166,9 @@ def test_a_compiled_step_is_the_eager_one(form: Any, bias: bool) -> None:
         torch.testing.assert_close(state[name], value)
 
 
-@WAY
 @on_ranks(1, 2)
-def test_a_function_that_is_compiled_may_be_given_a_gradient(rank: int, way: str) -> None:
-    model = build(way)
+def test_a_function_that_is_compiled_may_be_given_a_gradient(rank: int) -> None:
+    model = build()
     ((tokens,),) = data(rank, 1, 1)
     model(tokens).backward()
     doubled = torch.compile(lambda grad: grad * 2, backend="eager")
@@ -191,10 +179,9 @@ def test_a_function_that_is_compiled_may_be_given_a_gradient(rank: int, way: str
         torch._dynamo.reset()
 
 
-@WAY
 @on_ranks(1, 2)
-def test_what_is_made_of_a_gradient_is_a_plain_tensor(rank: int, way: str) -> None:
-    model = build(way)
+def test_what_is_made_of_a_gradient_is_a_plain_tensor(rank: int) -> None:
+    model = build()
     ((tokens,),) = data(rank, 1, 1)
     model(tokens).backward()
     for parameter in model.parameters():
@@ -212,11 +199,10 @@ def test_what_is_made_of_a_gradient_is_a_plain_tensor(rank: int, way: str) -> No
         assert next(model.parameters()).grad.clone().norm() > 0
 
 
-@WAY
 @on_ranks(1, 2)
-def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int, way: str) -> None:
+def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int) -> None:
     for options in ({"foreach": False}, {"foreach": True}, {"nesterov": True, "weight_decay": 0.1}):
-        model = build(way)
+        model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
         for batches in data(rank, 2, 1):
             model(batches[0]).backward()
@@ -226,16 +212,15 @@ def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int, way: str) 
         assert {type(buffer) for buffer in buffers} == {Tensor}
 
 
-@WAY
 @on_ranks(2)
-def test_norms_and_scalers_answer_for_all_ranks(rank: int, world_size: int, way: str) -> None:
+def test_norms_and_scalers_answer_for_all_ranks(rank: int, world_size: int) -> None:
     """The same holds for a gradient that was clipped, scaled or added to in place."""
     torch.manual_seed(0)
     net = Net(blocks=1)
     for other in range(world_size):
         ((tokens,),) = data(other, 1, 1)
         (net(tokens) / world_size).backward()
-    model = build(way)
+    model = build()
     ((tokens,),) = data(rank, 1, 1)
     model(tokens).backward()
     for _ in range(2):

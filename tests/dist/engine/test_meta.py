@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import by_class, shard
 from flatfsdp.checkpoint import full_state_dict
-from tests.support.both_forms import WAYS, sharded
 from tests.support.models import VOCAB, WIDTH, Block, Net, data, same_trace, train
 from tests.support.ranks import on_ranks
 
@@ -35,13 +34,13 @@ def test_trains_like_a_model_built_in_memory(rank: int, flag: bool) -> None:
     with torch.no_grad():
         ordinary.apply(init)
     options: dict[str, Any] = {"optimize_backward_concat": flag}
-    expected = auto_wrap(ordinary, by_class(Block), **{"optimize_backward_concat": False, **options})
-    model = auto_wrap(
+    expected = shard(ordinary, by_class(Block), **options)
+    model = shard(
         on_meta(Net),
         by_class(Block),
         device="cpu",
         param_init_fn=init,
-        **{"optimize_backward_concat": False, **options},
+        **options,
     )
     same = same_trace(train(model, rank), train(expected, rank))
     assert all(same.values()), same
@@ -70,7 +69,7 @@ class Special(nn.Module):
 @on_ranks(2)
 def test_reset_parameters_children_first_tied_stay_tied(rank: int) -> None:
     torch.manual_seed(0)
-    model = FlatFSDP(on_meta(Special), device="cpu", optimize_backward_concat=True)
+    model = shard(on_meta(Special), device="cpu")
     ((tokens,),) = data(rank, 1, 1)
     model(tokens).backward()
     state = full_state_dict(model)
@@ -89,19 +88,17 @@ class NoReset(nn.Module):
 
 def test_what_cannot_be_initialised_is_named() -> None:
     with pytest.raises(ValueError, match=r"parameter weight is on the meta device; pass device="):
-        FlatFSDP(on_meta(lambda: nn.Linear(2, 2)), optimize_backward_concat=False)
+        shard(on_meta(lambda: nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"1 \(NoReset\) .* pass param_init_fn="):
-        FlatFSDP(
+        shard(
             on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())),
             device="cpu",
-            optimize_backward_concat=False,
         )
     with pytest.raises(ValueError, match=r"0\.weight .* still uninitialised after param_init_fn"):
-        FlatFSDP(
+        shard(
             on_meta(lambda: nn.Sequential(nn.Linear(2, 2))),
             device="cpu",
             param_init_fn=lambda m: None,
-            optimize_backward_concat=False,
         )
 
 
@@ -109,7 +106,7 @@ def test_what_is_in_memory_already_keeps_its_values() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), on_meta(lambda: nn.Linear(3, 3)))
     weight = net[0].weight.detach().clone()
-    model = FlatFSDP(net, device="cpu", optimize_backward_concat=False)
+    model = shard(net, device="cpu")
     assert torch.equal(model.state_dict()["0.weight"], weight)
 
 
@@ -129,42 +126,38 @@ class Masked(nn.Module):
 
 
 def test_buffers_are_made_and_checked_too() -> None:
-    inner = FlatFSDP(nn.Linear(3, 3), optimize_backward_concat=False)
-    model = FlatFSDP(
+    inner = shard(nn.Linear(3, 3))
+    model = shard(
         nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))),
         device="cpu",
-        optimize_backward_concat=False,
     )
     assert bool(model[1].mask.all()) and torch.equal(model[1].table, torch.full((3,), 2.0))
     with pytest.raises(ValueError, match=r"0\.mask .* still uninitialised"):
-        FlatFSDP(
-            on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu", optimize_backward_concat=False
-        )
+        shard(on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu")
 
 
 def test_after_an_error_the_module_is_on_the_meta_device_again() -> None:
     module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset()))
     for bad in (None, lambda owner: None):
         with pytest.raises(ValueError, match="param_init_fn"):
-            FlatFSDP(module, device="cpu", param_init_fn=bad, optimize_backward_concat=False)
+            shard(module, device="cpu", param_init_fn=bad)
     assert all(p.is_meta for p in module.parameters())
-    model = FlatFSDP(module, device="cpu", param_init_fn=init, optimize_backward_concat=False)
+    model = shard(module, device="cpu", param_init_fn=init)
     assert not any(value.isnan().any() for value in model.state_dict().values())
 
 
 def test_a_weight_tied_across_units_is_noticed_on_meta() -> None:
     net = on_meta(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)))
     net[1].weight = net[0].weight
-    net[0] = FlatFSDP(net[0], device="cpu", optimize_backward_concat=False)
+    net[0] = shard(net[0], device="cpu")
     with pytest.raises(ValueError, match=r"1\.weight is tied to weight"):
-        FlatFSDP(net, device="cpu", optimize_backward_concat=False)
+        shard(net, device="cpu")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_fsdp2s_recipe_names_the_lines_to_delete(rank: int, way: str) -> None:
+def test_fsdp2s_recipe_names_the_lines_to_delete(rank: int) -> None:
     """`to_empty`, then `reset_parameters`; without both it is initialised, and trains."""
-    model = sharded(way, on_meta(Net), by_class(Block), device="cpu")
+    model = shard(on_meta(Net), by_class(Block), device="cpu")
     with pytest.raises(TypeError, match=r"has memory and values.*Delete to_empty\(\), and after it"):
         model.to_empty(device="cpu")
     ((tokens,),) = data(rank, 1, 1)

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flatfsdp import FlatFSDP, by_class
+from flatfsdp import by_class, shard
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.both_forms import WAYS, sharded
-from tests.support.models import Block, Net, build, data
+from tests.support.models import Block, Net, build, data, flat
 from tests.support.ranks import on_ranks
 
 
@@ -68,9 +67,9 @@ AROUND = [_ddp, _data_parallel, _fsdp1, _fully_shard]
 ON_THE_MODEL = [*AROUND, _fully_shard_two, _replicate, _replicate_with_fsdp]
 
 
-def _model(way: str, **options: Any) -> Any:
+def _model(**options: Any) -> Any:
     torch.manual_seed(0)
-    return sharded(way, Net(), by_class(Block), **options)
+    return shard(Net(), by_class(Block), **options)
 
 
 def _shards(model: nn.Module) -> list[Tensor]:
@@ -90,13 +89,12 @@ def _train(model: nn.Module, rank: int) -> None:
     assert not any(map(torch.equal, _shards(model), before))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", ON_THE_MODEL, ids=lambda e: e.__name__.strip("_"))
 @on_ranks(2)
 def test_an_engine_around_the_model_is_refused_and_changes_nothing(
-    rank: int, engine: Callable[[nn.Module], Any], way: str
+    rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model(way)
+    model = _model()
     before = _shards(model)
     with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prepare"):
         engine(model)
@@ -104,18 +102,17 @@ def test_an_engine_around_the_model_is_refused_and_changes_nothing(
     _train(model, rank)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", AROUND, ids=lambda e: e.__name__.strip("_"))
 @on_ranks(2)
 def test_an_engine_around_something_that_contains_the_model_is_refused(
-    rank: int, engine: Callable[[nn.Module], Any], way: str
+    rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model(way)
+    model = _model()
     before = _shards(model)
     with pytest.raises(ValueError, match="around a model that FlatFSDP has sharded"):
         engine(Lightning(model))
     _assert_unchanged(model, before)
-    if engine is _fully_shard and way == "in place":
+    if engine is _fully_shard:
         # It raises at its end.
         with pytest.raises(RuntimeError, match="was replaced"):
             model(torch.zeros(2, 7, dtype=torch.long))
@@ -131,26 +128,21 @@ def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], An
     net = Net()
     net.head = engine(net.head) or net.head
     with pytest.raises(ValueError, match=r"plain module|without parallelize_module or fully_shard"):
-        FlatFSDP(net, optimize_backward_concat=False)
+        shard(net)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int, way: str) -> None:
-    """The next forward raises if the engine has parameters there: those of a model sharded in place."""
-    model = _model(way)
+def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int) -> None:
+    model = _model()
     fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
-    if way == "wrapped":
-        model(torch.zeros(2, 7, dtype=torch.long)).backward()
-    else:
-        with pytest.raises(RuntimeError, match="was replaced"):
-            model(torch.zeros(2, 7, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="was replaced"):
+        model(torch.zeros(2, 7, dtype=torch.long))
 
 
 @on_ranks(2)
 def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
     """PyTorch raises, because it finds no parameter to split."""
-    model = build()
+    model = flat()
     plan = {f"module.blocks.{i}.module.up": ColwiseParallel() for i in range(3)}
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
@@ -175,6 +167,6 @@ def test_functional_call_with_other_shards_is_refused(rank: int) -> None:
     model = build()
     shards = {name: torch.zeros_like(shard) for name, shard in model.named_parameters()}
     tokens = torch.zeros(2, 7, dtype=torch.long)
-    with pytest.raises(RuntimeError, match=r"the flat parameter of unit .* was replaced.*a plain copy"):
+    with pytest.raises(RuntimeError, match=r"parameter embedding\.weight was replaced after sharding"):
         torch.func.functional_call(model, shards, (tokens,))
     model(tokens).backward()

@@ -70,5 +70,5 @@ def test_world_of_one_without_torch_distributed() -> None:
         off, on = (train(build(optimize_backward_concat=f, precision=precision), 0) for f in (False, True))
         assert same_trace(off, on) == ALL_TRUE
     losses, _ = train_unsharded(1)
-    trace = train(build(optimize_backward_concat=True), 0)
+    trace = train(build(), 0)
     torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from flatfsdp import shard
-from tests.support.both_forms import WAYS
 from tests.support.ranks import on_ranks
 from tests.support.twins import Microbatch, Penalty, Twins, Update, slot_net
 
@@ -46,13 +45,6 @@ SETUPS: list[dict[str, Any]] = [
     {"kind": "our AdamW", "optimize_backward_concat": False, "reshard_after_forward": False},
     {"kind": "our SGD nesterov", "optimize_backward_concat": True, "grad_sync": "every"},
 ]
-FLAT = [
-    name
-    for name, program in PROGRAMS.items()
-    if not any(one.penalty and one.penalty.only for step in program for one in step)
-]
-"""Of all parameters: a flat parameter has no names in it."""
-
 LAST_ONLY, ANNEALED = PROGRAMS["in the last microbatch"], PROGRAMS["annealed, from zero"]
 
 
@@ -65,35 +57,26 @@ def train(twins: Twins, program: Sequence[Sequence[Microbatch]], **options: Any)
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(1, 2)
 def test_a_penalty_trains_as_in_plain_pytorch(world_size: int, program: str) -> None:
-    for setup in SETUPS[:world_size]:
+    for setup in SETUPS[-world_size:] if world_size == 1 else SETUPS:
         train(Twins(slot_net(), **setup), PROGRAMS[program])
 
 
-@pytest.mark.parametrize("program", FLAT)
 @on_ranks(1, 2)
-def test_a_penalty_on_flat_parameters_trains_as_in_plain_pytorch(world_size: int, program: str) -> None:
-    for setup in SETUPS[-world_size:]:
-        train(Twins(slot_net(), way="wrapped", **setup), PROGRAMS[program])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(1, 2)
-def test_a_rank_whose_part_is_zero_keeps_what_it_has_accumulated(way: str) -> None:
+def test_a_rank_whose_part_is_zero_keeps_what_it_has_accumulated() -> None:
     """Only one rank's penalty is zero in all of a unit: no rank may take that for a `zero_grad()`."""
     for setup in SETUPS:
         net = slot_net()
         with torch.no_grad():
             for parameter in (net.units[0].scale, net.units[0].shift, *net.units[0].layers[0].parameters()):
                 parameter.zero_()
-        train(Twins(net, way=way, **setup), [*LAST_ONLY, *ANNEALED])
+        train(Twins(net, **setup), [*LAST_ONLY, *ANNEALED])
 
 
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_norms_and_scalers_count_the_penalty(way: str, update: Update) -> None:
+def test_norms_and_scalers_count_the_penalty(update: Update) -> None:
     for program in (LAST_ONLY, ANNEALED):
-        train(Twins(slot_net(), "our AdamW", way=way, update=update), program)
+        train(Twins(slot_net(), "our AdamW", update=update), program)
 
 
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
@@ -105,24 +88,22 @@ def test_norms_and_scalers_count_the_penalty_of_a_unit_that_idles(update: Update
         train(Twins(slot_net(), "our AdamW", update=update), program)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(1, 2)
-def test_gradients_of_an_earlier_step_are_added_to(way: str) -> None:
+def test_gradients_of_an_earlier_step_are_added_to() -> None:
     """Without `zero_grad()`, or with zeros in their place, the penalty meets gradients that are there."""
     for setup in SETUPS:
         for zeroes in (False, True):
-            twins = Twins(slot_net(), way=way, **setup)
+            twins = Twins(slot_net(), **setup)
             for step in (each(NONE, ZERO), each(L2, NONE), each(NONE, NONE, L2)):
                 twins.step(step)
                 if zeroes:
                     twins.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_a_penalty_under_no_sync(way: str) -> None:
+def test_a_penalty_under_no_sync() -> None:
     for setup in SETUPS:
-        train(Twins(slot_net(), way=way, **setup), [*LAST_ONLY, *ANNEALED], by_no_sync=True)
+        train(Twins(slot_net(), **setup), [*LAST_ONLY, *ANNEALED], by_no_sync=True)
 
 
 @on_ranks(2)

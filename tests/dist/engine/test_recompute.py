@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class
-from tests.support.models import Block, Net, grads_of, same, same_trace, train
+from flatfsdp import Debug, by_class, shard
+from tests.support.models import Block, Net, RecomputedNet, grads_of, same, same_trace, train
 from tests.support.ranks import on_ranks
 
 
@@ -18,18 +21,10 @@ from tests.support.ranks import on_ranks
 @on_ranks(2)
 def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool, flag: bool) -> None:
     traces = []
-    for recompute in (False, True):
+    for net in (Net, partial(RecomputedNet, reentrant, around)):
         torch.manual_seed(0)
-        net = Net()
-        model = auto_wrap(
-            net, by_class(Block), optimize_backward_concat=flag, debug=Debug(poison_on_free=True)
-        )
-        for block in net.blocks if recompute else ():
-            assert isinstance(block, FlatFSDP)
-            target = block if around else block.module
-            plain = target.forward
-            target.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
-        traces.append(train(model, rank))
+        options: dict[str, Any] = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
+        traces.append(train(shard(net(), by_class(Block), **options), rank))
     result = same_trace(*traces)
     assert all(result.values()), result
 
@@ -57,10 +52,10 @@ def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(
     grads, reductions = [], []
     for flag in (False, True):
         torch.manual_seed(0)
-        model = FlatFSDP(InsideAndOutside(recompute), optimize_backward_concat=flag)
+        model = shard(InsideAndOutside(recompute), optimize_backward_concat=flag)
         torch.manual_seed(rank)
         model(torch.randn(3, 5)).backward()
         grads.append(grads_of(model))
-        reductions.append(model.ledger.calls["reduce"])
+        reductions.append(model.fsdp_state.shared.ledger.calls["reduce"])
     assert same(*grads)
     assert reductions == [1, 1], "what a nested backward brings does not count as the outer one's"

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, by_class, param_groups, shard
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import by_class, param_groups, shard
 from tests.support.meshes import replicating
 from tests.support.models import Block, Net, build, data
 from tests.support.ranks import on_ranks
 
 
-def _model(way: str, **options: Any) -> Any:
-    return sharded(way, Net(), by_class(Block), **options)
+def _model(**options: Any) -> Any:
+    return shard(Net(), by_class(Block), **options)
 
 
 def _backward(model: nn.Module, rank: int) -> None:
@@ -34,16 +33,15 @@ def _shards(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("stepped", [True, False])
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_an_optimizer_from_before_is_refused(rank: int, flag: bool, stepped: bool, way: str) -> None:
+def test_an_optimizer_from_before_is_refused(rank: int, flag: bool, stepped: bool) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     if stepped:
         _backward(net, 0)
         optimizer.step()
         optimizer.zero_grad()
-    model = sharded(way, net, by_class(Block), optimize_backward_concat=flag)
+    model = shard(net, by_class(Block), optimize_backward_concat=flag)
     _backward(model, rank)
     before = _shards(model)
     with pytest.raises(ValueError, match=r"has parameter \S*weight as it was before.*after sharding"):
@@ -56,27 +54,25 @@ def test_an_optimizer_from_before_on_the_meta_device_is_refused(rank: int) -> No
     with torch.device("meta"):
         net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = FlatFSDP(net, device="cpu", optimize_backward_concat=False)
+    model = shard(net, device="cpu")
     _backward(model, rank)
     with pytest.raises(ValueError, match="as it was before"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("flag", [True, False])
 @on_ranks(2)
-def test_an_optimizer_of_what_the_forward_reads_is_refused(rank: int, flag: bool, way: str) -> None:
-    model = _model(way, optimize_backward_concat=flag)
+def test_an_optimizer_of_what_the_forward_reads_is_refused(rank: int, flag: bool) -> None:
+    model = _model(optimize_backward_concat=flag)
     optimizer = torch.optim.SGD([model.head.weight, model.head.bias], lr=0.1)
     _backward(model, rank)
     with pytest.raises(ValueError, match=r"has parameter head\.weight"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_an_optimizer_built_inside_summon_is_refused(rank: int, way: str) -> None:
-    model = _model(way)
+def test_an_optimizer_built_inside_summon_is_refused(rank: int) -> None:
+    model = _model()
     with model.summon_full_params():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _backward(model, rank)
@@ -92,15 +88,15 @@ class FusedLayerwise(Lamb):
     """An optimizer that is refused by the name of its base class."""
 
 
-@pytest.mark.parametrize(("way", "grouped"), [("wrapped", True), ("wrapped", False), ("in place", False)])
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Lamb, FusedLayerwise]
 )
 @on_ranks(2)
 def test_an_optimizer_of_whole_parameters_is_refused(
-    rank: int, kind: type[torch.optim.Optimizer], grouped: bool, way: str
+    rank: int, kind: type[torch.optim.Optimizer], grouped: bool
 ) -> None:
-    model = _model(way)
+    model = _model()
     parameters: Any = model.parameters()
     if grouped:
         groups = param_groups(model, [{"params": lambda _, shape: len(shape) < 2}])
@@ -111,7 +107,7 @@ def test_an_optimizer_of_whole_parameters_is_refused(
 
 @on_ranks(2)
 def test_an_optimizer_is_refused_that_is_given_shards_later() -> None:
-    net, model = Net(), _model("in place")
+    net, model = Net(), _model()
     optimizer = torch.optim.Adafactor(net.parameters())
     with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
         optimizer.add_param_group({"params": list(model.parameters())})
@@ -136,13 +132,10 @@ def _by_dim(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, flatfsdp.optim.AdamW])
 @on_ranks(2)
-def test_groups_by_dim_that_decay_nothing_are_refused(
-    rank: int, kind: type[torch.optim.Optimizer], way: str
-) -> None:
-    model = _model(way)
+def test_groups_by_dim_that_decay_nothing_are_refused(rank: int, kind: type[torch.optim.Optimizer]) -> None:
+    model = _model()
     optimizer = kind(_by_dim(model), lr=0.1)
     _backward(model, rank)
     before = _shards(model)
@@ -154,10 +147,10 @@ def test_groups_by_dim_that_decay_nothing_are_refused(
 @on_ranks(2)
 def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
     """Only vectors; a rank whose part of the model is not decayed; nothing left to train."""
-    vectors = FlatFSDP(nn.LayerNorm(20), optimize_backward_concat=False)
+    vectors = shard(nn.LayerNorm(20))
     model = build()
     small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])
-    assert not (small[0]["params"] if rank == 0 else ())
+    assert any(p.numel() for p in small[0]["params"]) == (rank == 1)
     plain = Net().requires_grad_(False)
     for groups in (_by_dim(vectors), [*small[:1], {**small[1], "weight_decay": 0.0}], _by_dim(plain)):
         optimizer = torch.optim.AdamW(groups, lr=0.1)
@@ -169,11 +162,10 @@ OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": flatfsdp.optim.AdamW}
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(1, 2)
-def test_a_step_without_a_backward_is_refused(rank: int, way: str, make: str) -> None:
+def test_a_step_without_a_backward_is_refused(rank: int, make: str) -> None:
     """`inputs=` of listed shards asks for nothing that the graph has."""
-    model = _model(way)
+    model = _model()
     optimizer = OPTIMIZERS[make](model.parameters(), lr=0.1)
     tokens = next(data(rank, 1, 1))[0]
     before = _shards(model)
@@ -189,7 +181,7 @@ def test_a_step_without_a_backward_is_refused(rank: int, way: str, make: str) ->
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @on_ranks(2)
 def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: str) -> None:
-    generator, critic = _model("in place"), _model("wrapped")
+    generator, critic = _model(), _model()
     first, second = (OPTIMIZERS[make](model.parameters(), lr=0.1) for model in (generator, critic))
     tokens = next(data(rank, 1, 1))[0]
     # Before any forward, as for a scheduler; after an evaluation; twice after one backward.
@@ -218,7 +210,7 @@ def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: 
 
 @on_ranks(2)
 def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
-    model = _model("in place")
+    model = _model()
     names = dict(model.named_parameters())
     head = torch.optim.SGD([p for name, p in names.items() if "blocks" not in name], lr=0.1)
     blocks = torch.optim.SGD([p for name, p in names.items() if "blocks" in name], lr=0.1)
@@ -231,7 +223,7 @@ def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_failed_step_leaves_an_optimizer_free(rank: int) -> None:
-    model = _model("in place")
+    model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(next(data(rank, 1, 1))[0])
     loss.register_hook(lambda _: (_ for _ in ()).throw(ValueError("by intention")))
@@ -245,9 +237,9 @@ def test_a_failed_step_leaves_an_optimizer_free(rank: int) -> None:
 # ---- states of other ranks ------------------------------------------------------------------------------
 
 
-def _trained(way: str, make: str, rank: int, width: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(make: str, rank: int, width: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model after a step; with a width, of one matrix, of which all ranks have equally much."""
-    model = sharded(way, Net(), by_class(Block)) if not width else shard(nn.Linear(width, width, bias=False))
+    model = shard(Net(), by_class(Block)) if not width else shard(nn.Linear(width, width, bias=False))
     optimizer = OPTIMIZERS[make](model.parameters(), lr=0.1)
     if width:
         model(torch.ones(1, width) + rank).square().sum().backward()
@@ -266,14 +258,13 @@ def _through_a_file(value: Any) -> Any:
 
 @pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_the_first_ranks_state_is_refused_on_all_ranks(rank: int, way: str, make: str, width: int) -> None:
+def test_the_first_ranks_state_is_refused_on_all_ranks(rank: int, make: str, width: int) -> None:
     """Also where all ranks have equally much of each parameter, and no shape would tell."""
-    _, optimizer = _trained(way, make, rank, width)
+    _, optimizer = _trained(make, rank, width)
     file = [_through_a_file(optimizer.state_dict())]
     dist.broadcast_object_list(file)
-    _, fresh = _trained(way, make, rank, width)
+    _, fresh = _trained(make, rank, width)
     before = copy.deepcopy(fresh.state_dict()["state"])
     with pytest.raises(ValueError, match=r"rank 1 loads .* from torch\.save; save with flatfsdp\.checkpoint"):
         fresh.load_state_dict(file[0])
@@ -287,14 +278,14 @@ def test_the_first_ranks_state_is_refused_on_all_ranks(rank: int, way: str, make
 @on_ranks(2)
 def test_each_ranks_own_state_is_loaded(rank: int, make: str) -> None:
     """From a file of its own, and from memory; with replicas, the first replica's serves all."""
-    model, optimizer = _trained("in place", make, rank)
+    model, optimizer = _trained(make, rank)
     moments = [state["exp_avg"].clone() for state in optimizer.state_dict()["state"].values()]
     for state_dict in (_through_a_file(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())):
         fresh = OPTIMIZERS[make](model.parameters(), lr=0.1)
         fresh.load_state_dict(state_dict)
         found = [state["exp_avg"] for state in fresh.state_dict()["state"].values()]
         assert all(map(torch.equal, found, moments))
-    replicated = _model("in place", mesh=replicating())
+    replicated = _model(mesh=replicating())
     optimizer = OPTIMIZERS[make](replicated.parameters(), lr=0.1)
     file = [_through_a_file(optimizer.state_dict())]
     dist.broadcast_object_list(file)
@@ -307,7 +298,7 @@ def test_a_plain_models_state_is_refused(rank: int) -> None:
     plain = torch.optim.AdamW(net.parameters(), lr=0.1)
     _backward(net, rank)
     plain.step()
-    optimizer = torch.optim.AdamW(_model("in place").parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(_model().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"'exp_avg' of shape .*its model was not sharded"):
         optimizer.load_state_dict(plain.state_dict())
 

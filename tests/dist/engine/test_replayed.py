@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import by_class, microbatches, replayed
+from flatfsdp import by_class, microbatches, replayed, shard
 from flatfsdp.engine.replay.facts import states_of
 from flatfsdp.engine.replay.replayed import Replayed
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
-from tests.support.both_forms import WAYS
 from tests.support.fp8_layers import SHORT, seeded
 from tests.support.ranks import on_ranks
 from tests.support.replaying.cases import CASES, Case, Plain, batch, net
@@ -254,7 +253,7 @@ def test_what_is_refused(rank: int) -> None:
     with pytest.raises(TypeError, match="is not sharded"):
         replayed(nn.Linear(2, 2), print)
     for options in ({"optimize_backward_concat": False}, {"grad_sync": "every"}):
-        model = WAYS["wrapped"](net(), by_class(Plain), **options)
+        model = shard(net(), by_class(Plain), **options)
         with pytest.raises(ValueError, match="cannot be replayed yet"):
             replayed(model, print)
     case = Case("", True, 1)
@@ -270,9 +269,7 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
     """NCCL waits for graphs that launch its collectives, so `destroy_process_group` would hang."""
     case, group = Case("", True, 1), dist.new_group()
     with taped():
-        model = WAYS["wrapped"](
-            net(), by_class(Plain), mesh=DeviceMesh.from_group(group, "cpu"), optimize_backward_concat=True
-        )
+        model = shard(net(), by_class(Plain), mesh=DeviceMesh.from_group(group, "cpu"))
         step = replayed(model, case.microbatch(model))
         for index in range(5):
             step(batch(rank, index, 0))
@@ -313,7 +310,7 @@ def test_hooks_keep_microbatches_eager(rank: int) -> None:
     case, calls = Case("", True, 1), []
     with taped():
         model = case.model()
-        handle = model.module[0].module.up.register_forward_hook(lambda *_: calls.append(1))
+        handle = model[0].up.register_forward_hook(lambda *_: calls.append(1))
         step = replayed(model, case.microbatch(model))
         for index in range(5):
             step(batch(rank, index, 0))

@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 def model_and_run() -> tuple[Any, Run]:
     torch.manual_seed(0)
-    model = shard(Heads(), optimize_backward_concat=True, precision=Precision(compute=torch.float32))
+    model = shard(Heads(), precision=Precision(compute=torch.float32))
 
     def run(x: Tensor, head: str, factor: Tensor) -> Tensor:
         with autocast(recipe=RECIPE):

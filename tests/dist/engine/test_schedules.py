@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import Debug, FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, by_class, microbatches, shard
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
 
@@ -16,13 +16,13 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 
 
-def step(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+def step(model: Any, batches: list[Tensor]) -> list[Tensor]:
     for tokens in microbatches(model, batches):
         model(tokens).backward()
     return grads_of(model)
 
 
-def all_forwards_first(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+def all_forwards_first(model: Any, batches: list[Tensor]) -> list[Tensor]:
     losses = [model(tokens) for tokens in batches]
     for index, loss in enumerate(losses):
         model.set_is_last_backward(index == len(losses) - 1)
@@ -30,7 +30,7 @@ def all_forwards_first(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
     return grads_of(model)
 
 
-def one_forward_ahead(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+def one_forward_ahead(model: Any, batches: list[Tensor]) -> list[Tensor]:
     pending = [model(batches[0])]
     for index in range(len(batches)):
         if index + 1 < len(batches):
@@ -40,7 +40,7 @@ def one_forward_ahead(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
     return grads_of(model)
 
 
-def with_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+def with_no_sync(model: Any, batches: list[Tensor]) -> list[Tensor]:
     with model.no_sync():
         for tokens in batches[:-1]:
             model(tokens).backward()
@@ -48,7 +48,7 @@ def with_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
     return grads_of(model)
 
 
-def forwards_under_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+def forwards_under_no_sync(model: Any, batches: list[Tensor]) -> list[Tensor]:
     with model.no_sync():
         losses = [model(tokens) for tokens in batches]
         for loss in losses[:-1]:
@@ -162,16 +162,16 @@ def test_zero_grad_drops_what_was_never_reduced(rank: int, flag: bool) -> None:
 def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: bool) -> None:
     """The last microbatch's backward fails after some units have been reduced."""
     torch.manual_seed(0)
-    model = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    model = shard(Net(6), by_class(Block), optimize_backward_concat=flag)
     torch.manual_seed(0)
-    fresh = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    fresh = shard(Net(6), by_class(Block), optimize_backward_concat=flag)
     failing, clean = data(rank, 2, 2)
 
     def fail(_grad: Tensor) -> None:
         raise BoomError
 
     def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
-        if model.microbatch.is_last:
+        if model.fsdp_state.shared.microbatch.is_last:
             output.register_hook(fail)
 
     handle = model.blocks[0].up.register_forward_hook(fail_in_backward)
@@ -190,7 +190,7 @@ def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: 
 @on_ranks(2)
 def test_failed_evaluation_and_a_childs_zero_grad_leave_other_gradients_alone(rank: int) -> None:
     """An exception in an eval forward between microbatches loses nothing; nor does a child's zero_grad."""
-    model, reference = build(optimize_backward_concat=True), build(optimize_backward_concat=True)
+    model, reference = build(), build()
     first, second = next(data(rank, 1, 2))
     for m in (model, reference):
         with m.no_sync():
@@ -215,7 +215,7 @@ def test_units_that_run_in_the_reverse_of_their_registration_are_reported(
     net = Net(blocks=5)
     if is_reversed:
         net.logits = lambda tokens: _backwards(net, tokens)  # type: ignore[method-assign]
-    model = auto_wrap(net, by_class(Block), optimize_backward_concat=True)
+    model = shard(net, by_class(Block))
     for _ in range(2):
         step(model, next(data(0, 1, 1)))
     messages = [record.getMessage() for record in caplog.records if "held them up" in record.getMessage()]
@@ -238,10 +238,10 @@ def test_a_late_loop_end_does_not_disturb_the_next_loop() -> None:
     current = microbatches(model, [1, 2])
     next(current)
     abandoned.close()
-    assert not model.microbatch.is_last
+    assert not model.fsdp_state.shared.microbatch.is_last
     next(current)
-    assert model.microbatch.is_last
-    assert not model.microbatch.is_first
+    assert model.fsdp_state.shared.microbatch.is_last
+    assert not model.fsdp_state.shared.microbatch.is_first
 
 
 def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
@@ -298,6 +298,9 @@ def test_microbatches_looks_only_one_batch_ahead() -> None:
             yield index
 
     model = build()
-    seen = [(len(drawn), batch, model.microbatch.is_last) for batch in microbatches(model, source())]
+    seen = [
+        (len(drawn), batch, model.fsdp_state.shared.microbatch.is_last)
+        for batch in microbatches(model, source())
+    ]
     assert seen == [(2, 0, False), (3, 1, False), (4, 2, False), (4, 3, True)]
     assert list(microbatches(model, [])) == []

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
+from flatfsdp import Precision, by_class, param_groups, shard
 from flatfsdp.optim import AdamW
 from tests.support.against_plain import assert_equal
-from tests.support.models import Block, Net, build, data, grads_of, same, whole_grads
+from tests.support.models import Block, RecomputedNet, build, data, grads_of, same, whole_grads
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -24,7 +23,7 @@ def batches(rank: int) -> list[Tensor]:
     return next(data(rank, 1, 3))
 
 
-def step_of(model: FlatFSDP, kind: str) -> Callable[[], Any]:
+def step_of(model: Any, kind: str) -> Callable[[], Any]:
     """Something that changes the parameters of all units."""
     if kind == "ours":
         return AdamW(model.parameters(), lr=0.1).step
@@ -65,7 +64,7 @@ def test_a_graph_from_before_a_change_raises(rank: int, kind: str, reshard: bool
 @on_ranks(2)
 def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
     """The second rank has only padding, and raises with the first one."""
-    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag)
+    model = shard(nn.Linear(2, 2), optimize_backward_concat=flag)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(3, 2)
     kept = model(x).sum()
@@ -81,30 +80,9 @@ def test_the_unit_is_named(rank: int) -> None:
     model = build()
     loss = model(batches(rank)[0])
     with torch.no_grad():
-        model.blocks[1].flat_param.mul_(0.5)
+        next(model.blocks[1].parameters()).mul_(0.5)
     with pytest.raises(RuntimeError, match=r"parameters of unit blocks\.1 changed"):
         loss.backward()
-
-
-class Recomputed(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class RecomputedNet(Net):
-    """Checkpoints around units, or inside of them."""
-
-    def __init__(self, around: bool) -> None:
-        super().__init__()
-        self.around = around
-        if not around:
-            self.blocks = nn.ModuleList(Recomputed() for _ in range(3))
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.around else block(x)
-        return self.head(x)
 
 
 @FLAGS
@@ -131,9 +109,7 @@ def test_backwards_with_the_same_parameters_do_not_raise(rank: int, reshard: boo
     model.zero_grad()
     for around in (True, False):
         torch.manual_seed(0)
-        recomputed = auto_wrap(
-            RecomputedNet(around), by_class(Block), **{"optimize_backward_concat": False, **options}
-        )
+        recomputed = shard(RecomputedNet(around=around), by_class(Block), **options)
         recomputed(tokens[0]).backward()
         other = build(**options)
         other.load_state_dict(recomputed.state_dict())
@@ -146,11 +122,11 @@ def test_backwards_with_the_same_parameters_do_not_raise(rank: int, reshard: boo
 def test_a_step_of_another_model_in_between_is_no_change(flag: bool) -> None:
     """A step of the critic between forward and backward of the generator changes the critic alone."""
     torch.manual_seed(0)
-    generator = FlatFSDP(nn.Linear(4, 4), optimize_backward_concat=flag)
-    critic = FlatFSDP(nn.Linear(4, 1), optimize_backward_concat=flag)
+    generator = shard(nn.Linear(4, 4), optimize_backward_concat=flag)
+    critic = shard(nn.Linear(4, 1), optimize_backward_concat=flag)
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
     fake = generator(torch.ones(2, 4))
     critic(fake.detach()).sum().backward()
     optimizer.step()
     critic(fake).sum().backward()
-    assert generator.flat_param.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in generator.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
+from flatfsdp import Precision, checkpoint, microbatches, param_groups, shard
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT
 from flatfsdp.layers import Linear, RMSNorm
 from tests.support.models import Trace, data, same_trace, whole_grads
@@ -27,7 +29,7 @@ STEPS, COUNT = 2, 2
 BF16 = Precision(compute=torch.bfloat16, accumulate=torch.bfloat16, reduce=torch.bfloat16)
 
 
-def train(model: FlatFSDP, replica: int) -> tuple[Trace, dict[str, Tensor]]:
+def train(model: Any, replica: int) -> tuple[Trace, dict[str, Tensor]]:
     """Trains two steps of SGD; also returns the first step's gradients, whole."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads, first = [], [], {}
@@ -102,20 +104,20 @@ def test_flag_off_on_fused_and_one_process_agree(
 @on_ranks(4)
 def test_a_unit_is_gathered_in_one_launch_and_partial_gradients_are_summed_once() -> None:
     mesh = tp_mesh(2, 2)
-    model = build_tp(mesh, grad_sync="every", optimize_backward_concat=True)
-    names = {name for name, _ in model.named_parameters()}
-    block = {"equal_flat_param", "flat_param", "partial_flat_param"}
-    assert names == {"equal_flat_param", *(f"module.blocks.{i}.{name}" for i in range(2) for name in block)}
+    model = build_tp(mesh, grad_sync="every")
+    placements = Counter((prefix, group.layout.placement) for prefix, group in named_groups(model))
+    of_blocks = [(f"blocks.{i}.", placement) for i in range(2) for placement in Placement]
+    assert placements == Counter([("", Placement.EQUAL), *of_blocks])
     ((*batches,),) = data(data_rank(mesh), 1, 3)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for tokens in microbatches(model, batches):
             model(tokens).backward()
     # One launch a unit, however many groups it has; gains are summed over tp_group once a step.
     units, passes = 3, len(batches)
-    assert model.ledger.calls["reduce"] == units * passes
-    assert model.ledger.calls["gather"] == units * passes + 2 * passes
-    assert model.ledger.calls["tp_all_reduce"] == 2
-    assert model.ledger.bytes["tp_all_reduce"] == 2 * ELEMENT_ALIGNMENT * 4
+    assert model.fsdp_state.shared.ledger.calls["reduce"] == units * passes
+    assert model.fsdp_state.shared.ledger.calls["gather"] == units * passes + 2 * passes
+    assert model.fsdp_state.shared.ledger.calls["tp_all_reduce"] == 2
+    assert model.fsdp_state.shared.ledger.bytes["tp_all_reduce"] == 2 * ELEMENT_ALIGNMENT * 4
     labels = [event.name for event in profiled.events() if "tp_all_reduce" in event.name]
     assert [label.split()[:3] for label in labels] == [
         ["flatfsdp.tp_all_reduce", f"blocks.{i}", "mb=2"] for i in (1, 0)
@@ -129,17 +131,16 @@ def test_partial_gradients_are_summed_in_fp32() -> None:
     layer = nn.Linear(1, 1, bias=False)
     declare_whole(layer.weight, partial_grad=True)
     precision = Precision(reduce=torch.bfloat16, accumulate=torch.bfloat16)
-    model = FlatFSDP(
+    model = shard(
         layer,
         mesh=mesh["dp"],
         tp_group=mesh.get_group("tp"),
         precision=precision,
-        optimize_backward_concat=False,
     )
     part = 1.0 if mesh.get_local_rank("tp") else 2.0**-10
     model(torch.tensor([[part]])).sum().backward()
     if mesh.get_local_rank("dp") == 0:
-        assert model.partial_flat_param.grad[0] == 1.0 + 2.0**-10
+        assert next(model.parameters()).grad == 1.0 + 2.0**-10
 
 
 @on_ranks(4)
@@ -148,7 +149,7 @@ def test_parameters_that_all_ranks_have_start_equal() -> None:
     layer = nn.Linear(3, 3)
     with torch.no_grad():
         layer.weight.fill_(mesh.get_local_rank("tp"))
-    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), optimize_backward_concat=False)
+    model = shard(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
     assert not model.state_dict()["weight"].any()
 
 
@@ -159,10 +160,10 @@ def one_rank_differs(rank: int, world_size: int, what: str) -> str:
         declare_split(net.blocks[0].up_weight, 0, (24, 48))
     if (rank, what) == (3, "kind"):
         declare_whole(net.blocks[0].gain, partial_grad=False)
-    model = FlatFSDP(net, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), optimize_backward_concat=False)
+    model = shard(net, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
     with pytest.raises(RuntimeError, match="not the same on all ranks") as raised:
         model(torch.zeros(1, 2, dtype=torch.int64))
-    assert not model.ledger.calls
+    assert not model.fsdp_state.shared.ledger.calls
     return str(raised.value)
 
 
@@ -198,52 +199,50 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
     with pytest.raises(
         ValueError, match=r"up_weight.* a part of a whole of 36\+36 .* FlatFSDP got no tp_group"
     ):
-        FlatFSDP(block(), mesh=mesh["dp"], optimize_backward_concat=False)
+        shard(block(), mesh=mesh["dp"])
     partial = nn.Linear(2, 2)
     declare_whole(partial.bias, partial_grad=True)
     with pytest.raises(ValueError, match=r"bias has a gradient that is summed over .* got no tp_group"):
-        FlatFSDP(partial, mesh=mesh["dp"], optimize_backward_concat=False)
+        shard(partial, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"ranks \d, \d are in tp_group and in the group that"):
-        FlatFSDP(block(), tp_group=tp_group, optimize_backward_concat=False)
+        shard(block(), tp_group=tp_group)
     with pytest.raises(TypeError, match="tp_group is a DeviceMesh"):
-        FlatFSDP(block(), mesh=mesh["dp"], tp_group=mesh["tp"], optimize_backward_concat=False)
+        shard(block(), mesh=mesh["dp"], tp_group=mesh["tp"])
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
-        FlatFSDP(
+        shard(
             block(),
             mesh=DeviceMesh.from_group(alone, "cpu"),
             tp_group=dist.group.WORLD,
-            optimize_backward_concat=False,
         )
     with pytest.raises(
         ValueError, match=r"weight is of a layer that ranks \[\d, \d\] share, .* got a tp_group"
     ):
         # Swapped, and of the same sizes.
-        FlatFSDP(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"), optimize_backward_concat=False)
+        shard(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"))
     with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
-        FlatFSDP(layer(), mesh=mesh["dp"], optimize_backward_concat=False)
+        shard(layer(), mesh=mesh["dp"])
     copied = layer()
     # Past the layer, which would mark it.
     copied._parameters["bias"] = nn.Parameter(copied.bias.detach())
     with pytest.raises(
         ValueError, match="parameter bias is of a layer that several ranks share, and does not"
     ):
-        FlatFSDP(copied, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
+        shard(copied, mesh=mesh["dp"], tp_group=tp_group)
     megatron = nn.Linear(4, 6, bias=False)
     vars(megatron.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=5)
     with pytest.raises(
         ValueError, match=r"weight, of shape \[6, 4\], is said to be a part along dimension 0"
     ):
-        FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
+        shard(megatron, mesh=mesh["dp"], tp_group=tp_group)
     parallelized = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
     with pytest.raises(ValueError, match=r"weight is a DTensor; .* without parallelize_module or"):
-        FlatFSDP(parallelized, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
-    inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"], optimize_backward_concat=False)
-    outer = FlatFSDP(
+        shard(parallelized, mesh=mesh["dp"], tp_group=tp_group)
+    inner = shard(nn.Linear(2, 2), mesh=mesh["dp"])
+    outer = shard(
         nn.Sequential(inner, nn.Linear(2, 2)),
         mesh=mesh["dp"],
         tp_group=tp_group,
-        optimize_backward_concat=False,
     )
     with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
         outer(torch.zeros(1, 2))
@@ -258,7 +257,7 @@ def test_marks_of_others_are_understood(rank: int, world_size: int) -> None:
         layer = nn.Sequential(nn.Linear(4, 6, bias=False), RMSNorm(6, sequence_parallel=tp_group is not None))
         vars(layer[0].weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=3)
         is_split = shape == (12, 4)
-        model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group, optimize_backward_concat=False)
+        model = shard(layer, mesh=mesh["dp"], tp_group=tp_group)
         placements = {group.layout.placement for group in model.fsdp_state.groups}
         assert placements == ({Placement.SPLIT, Placement.PARTIAL} if is_split else {Placement.EQUAL})
         assert checkpoint.full_state_dict(model)["0.weight"].shape == shape
@@ -274,15 +273,10 @@ def test_reports_tell_placements_apart_and_groups_are_chosen_by_whole_shapes() -
     mesh = tp_mesh(2, 2)
     model = build_tp(mesh)
     rows = [row for row in model.memory_report().rows if row.buffer == "master shard"]
-    found = {row.placement: row.total for row in rows}
-    sizes = {name.rpartition(".")[2]: 0 for name, _ in model.named_parameters()}
-    for name, flat in model.named_parameters():
-        sizes[name.rpartition(".")[2]] += 4 * flat.numel()
-    assert found == {
-        Placement.SPLIT: sizes["flat_param"],
-        Placement.EQUAL: sizes["equal_flat_param"],
-        Placement.PARTIAL: sizes["partial_flat_param"],
-    }
+    sizes = Counter[Placement]()
+    for _, group in named_groups(model):
+        sizes[group.layout.placement] += group.master.flat.nbytes
+    assert len(sizes) == 3 and {row.placement: row.total for row in rows} == sizes
     text = str(model.memory_report())
     assert "master shard, split" in text and "flat buffer, equal" in text
     shapes: dict[str, tuple[int, ...]] = {}

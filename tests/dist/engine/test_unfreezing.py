@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
+from flatfsdp import Debug, Precision, by_class, checkpoint, param_groups, shard
 from flatfsdp.engine.whole.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
 from tests.support.against_plain import assert_equal, average, plain_net
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data, whole_grads
+from tests.support.models import Block, Net, RecomputedNet, build, data, flat, whole_grads
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -59,7 +58,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
     plain = plain_net()
     net = plain_net()
     trained_blocks(net, built, by_parameter=True)
-    model = auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})
+    model = shard(net, by_class(Block), **options)
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     for step, ((tokens,), trained) in enumerate(zip(data(rank, len(SCHEDULE), 1), SCHEDULE, strict=True)):
@@ -67,7 +66,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
         trained_blocks(plain, trained, by_parameter=False)
         like = plain_net()
         trained_blocks(like, trained, by_parameter=False)
-        fresh = auto_wrap(like, by_class(Block), **{"optimize_backward_concat": False, **options})
+        fresh = shard(like, by_class(Block), **options)
         fresh.load_state_dict(model.state_dict())
         losses = [each(tokens) for each in (model, plain, fresh)]
         for loss in losses:
@@ -79,11 +78,13 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
         assert_equal(grads, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
         for index, block in enumerate(model.blocks):
             (group,) = block.fsdp_state.groups
-            assert (group.master.flat.grad is None) == (index not in trained)
+            assert all((p.grad is None) == (index not in trained) for p in block.parameters())
             assert index in trained or group.main_grad is None or not group.main_grad.holds_gradients
         for traffic in ("gather", "reduce"):
-            assert model.ledger.bytes[traffic] == fresh.ledger.bytes[traffic], traffic
-        model.ledger.reset()
+            assert (
+                model.fsdp_state.shared.ledger.bytes[traffic] == fresh.fsdp_state.shared.ledger.bytes[traffic]
+            ), traffic
+        model.fsdp_state.shared.ledger.reset()
         ours.step()
         theirs.step()
         ours.zero_grad()
@@ -94,12 +95,12 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
 # ---- within a step -----------------------------------------------------------------------------------------
 
 
-def check_like_plain(model: FlatFSDP, plain: nn.Module, exact: bool = True) -> None:
+def check_like_plain(model: Any, plain: nn.Module, exact: bool = True) -> None:
     average(plain)
     for net in (model, plain):
         net.requires_grad_(True)
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    missing = [block for block in model.blocks if block.flat_param.grad is None]
+    missing = [block for block in model.blocks if all(p.grad is None for p in block.parameters())]
     for block in missing:
         block.requires_grad_(False)
     ours = whole_grads(model)
@@ -170,18 +171,6 @@ def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: 
         check_like_plain(model, plain)
 
 
-class Recomputed(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = recompute(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 @FLAGS
 @RESHARD
 @on_ranks(2)
@@ -190,9 +179,7 @@ def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, resha
     ((tokens,),) = data(rank, 1, 1)
     for reentrant in (False, True):
         torch.manual_seed(0)
-        model = auto_wrap(
-            Recomputed(reentrant), by_class(Block), **{"optimize_backward_concat": False, **options}
-        )
+        model = shard(RecomputedNet(reentrant), by_class(Block), **options)
         plain = plain_net()
         for trains in (True, False, True):
             for net in (model, plain):
@@ -220,9 +207,9 @@ def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: in
     ((tokens,),) = data(rank, 1, 1)
     torch.manual_seed(0)
     # Without gathers, for which ranks would have to use the same modules.
-    model = auto_wrap(Skipping(), by_class(Block), mesh=replicating(), optimize_backward_concat=flag)
+    model = shard(Skipping(), by_class(Block), mesh=replicating(), optimize_backward_concat=flag)
     plain = plain_net(Skipping)
-    model.module.skips = plain.skips = rank
+    model.skips = plain.skips = rank
     for trains in (True, False, True):
         for net in (model, plain):
             net.zero_grad()
@@ -236,7 +223,7 @@ def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: in
 
 def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = auto_wrap(Net(blocks=8), by_class(Block), optimize_backward_concat=True)
+    model = shard(Net(blocks=8), by_class(Block))
     for index in (1, 2, 3, 4, 5, 6):
         model.blocks[index].requires_grad_(False)
     launched = []
@@ -262,7 +249,7 @@ def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
 
 @FLAGS
 @on_ranks(1, 2)
-def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
+def test_groups_of_parameters_are_frozen_with_their_unit(rank: int, flag: bool) -> None:
     ((tokens,),) = data(rank, 1, 1)
     model = build(optimize_backward_concat=flag)
     groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
@@ -289,11 +276,6 @@ def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
         theirs.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-    (group,) = model.blocks[1].fsdp_state.groups
-    for portion in group.master.portions:
-        portion.parameter.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"local shard of unit blocks\.1 was set to False by itself"):
-        model(tokens)
 
 
 @on_ranks(1, 2)
@@ -334,34 +316,39 @@ def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
 @FLAGS
 @RESHARD
 @on_ranks(1, 2)
-def test_a_parameter_of_a_unit_by_itself_is_refused(rank: int, reshard: bool, flag: bool) -> None:
-    """Freezes one parameter of a unit, through the module's tensor, or summoned."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+def test_a_slot_of_a_flat_parameter_by_itself_is_refused(rank: int, reshard: bool, flag: bool) -> None:
+    """Freezes one parameter of a unit, through the module's tensor, its portion, or summoned."""
     ((tokens,),) = data(rank, 1, 1)
-    model = build(**options)
+    model = flat(optimize_backward_concat=flag, reshard_after_forward=reshard)
     model(tokens).backward()
     model.blocks[2].requires_grad_(False)
     model(tokens).backward()
-    block = model.blocks[2]
-    block.module.up.weight.requires_grad_(True)
+    weight = model.blocks[2].module.up.weight
+    weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"parameter blocks\.2\.up\.weight was set to True by itself"):
         model(tokens)
-    block.module.up.weight.requires_grad_(False)
+    weight.requires_grad_(False)
     with (
         pytest.raises(RuntimeError, match=r"requires_grad of parameter head\.bias was changed while it was"),
         model.summon_full_params(),
     ):
         model.head.bias.requires_grad_(False)
     model(tokens).backward()
+    model.zero_grad()
+    param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
+    (group,) = model.blocks[1].fsdp_state.groups
+    for portion in group.master.portions:
+        portion.parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"local shard of unit blocks\.1 was set to False by itself"):
+        model(tokens)
 
 
 def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
     torch.manual_seed(0)
     layer = Linear(32, 32, bias=False).requires_grad_(False)
-    model = FlatFSDP(
+    model = shard(
         layer,
         precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()),
-        optimize_backward_concat=False,
     )
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="sharded with frozen weights that it stores in FP8"):
@@ -388,11 +375,7 @@ def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag:
     for _ in range(2):
         torch.manual_seed(0)
         net = nn.Sequential(Linear(32, 32), Linear(32, 32))
-        models.append(
-            auto_wrap(
-                net, by_class(Linear), precision=precision, **{"optimize_backward_concat": False, **options}
-            )
-        )
+        models.append(shard(net, by_class(Linear), precision=precision, **options))
     model, other = models
     optimizer, theirs = (torch.optim.SGD(each[0].parameters(), lr=0.1) for each in models)
     for trains in (False, True, False):

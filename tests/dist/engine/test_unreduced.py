@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
+from flatfsdp import Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
 from tests.support.models import build, data, whole_grads
 from tests.support.ranks import on_ranks
@@ -23,12 +24,12 @@ BF16 = torch.bfloat16
 WIDE = Precision(param=BF16, compute=BF16, grad=torch.float32)
 
 
-def accumulate(model: FlatFSDP, tokens: Tensor) -> None:
+def accumulate(model: Any, tokens: Tensor) -> None:
     with model.no_sync():
         model(tokens).backward()
 
 
-def optimizers(model: FlatFSDP) -> dict[str, torch.optim.Optimizer]:
+def optimizers(model: Any) -> dict[str, torch.optim.Optimizer]:
     parameters = list(model.parameters())
     return {
         "sgd": torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -129,13 +130,11 @@ def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
         assert not any(optimizer.state.values())
         with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(ValueError, match="there are gradients already"):
-            param_groups(model, [])
         with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
             model.clip_grad_norm_(1.0)
         model.state_dict()
         checkpoint.full_optimizer_state_dict(model, optimizer)
-        assert "not yet reduced" in repr(model.flat_param.grad)
+        assert "not yet reduced" in repr(next(model.parameters()).grad)
         model(second).backward()
         accumulate(fresh, first)
         fresh(second).backward()
@@ -200,13 +199,13 @@ def test_an_offloaded_model(rank: int) -> None:
     assert_equal(whole_grads(model), whole_grads(fresh))
 
 
-def leave_a_loop(model: FlatFSDP, batches: list[Tensor]) -> None:
+def leave_a_loop(model: Any, batches: list[Tensor]) -> None:
     for tokens in microbatches(model, batches):
         model(tokens).backward()
         return
 
 
-def fail(model: FlatFSDP, batches: list[Tensor]) -> None:
+def fail(model: Any, batches: list[Tensor]) -> None:
     accumulate(model, batches[0])
     with pytest.raises(IndexError):
         model(torch.full((1, 1), 1000))

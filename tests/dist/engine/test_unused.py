@@ -1,7 +1,4 @@
-"""What no rank has used in a step is not touched: no gradient, no decay, no momentum, no step count.
-
-In place each parameter is used or not by itself; a wrapper's flat parameter is, if one of its slots is.
-"""
+"""What no rank has used in a step is not touched: no gradient, no decay, no momentum, no step count."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.both_forms import WAYS
 from tests.support.ranks import on_ranks
 from tests.support.twins import WIDTH, Microbatch, Twins, slot_net
 
@@ -80,13 +76,6 @@ def test_what_idles_stays_as_in_plain_pytorch(setup: dict[str, Any]) -> None:
         train(Twins(slot_net(slots), **setup), steps)
 
 
-@pytest.mark.parametrize("setup", SETUPS[:-1], ids=lambda setup: " ".join(map(str, setup.values())))
-@on_ranks(2)
-def test_a_flat_parameter_idles_if_all_of_its_slots_do(setup: dict[str, Any]) -> None:
-    for slots, steps in (PROGRAMS["experts as units"], PROGRAMS["slots that idle"]):
-        train(Twins(slot_net(slots), way="wrapped", **setup), steps)
-
-
 @pytest.mark.parametrize("setup", SETUPS[-3:], ids=lambda setup: " ".join(map(str, setup.values())))
 @on_ranks(1)
 def test_what_idles_on_one_rank(setup: dict[str, Any]) -> None:
@@ -134,11 +123,10 @@ class Inner(NamedTuple):
         return model.units[self.unit](x, (0,)).square().mean()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(1, 2)
-def test_a_unit_that_is_called_alone_trains_alone(way: str) -> None:
+def test_a_unit_that_is_called_alone_trains_alone() -> None:
     for options in (ON, OFF, EVERY):
-        twins = Twins(slot_net((1, 1)), "torch AdamW", way=way, **options)
+        twins = Twins(slot_net((1, 1)), "torch AdamW", **options)
         for step in ([using({0: (0,), 1: (0,)})], [Inner(1)], [Inner(0), Inner(0)]):
             twins.step(step)
             twins.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, Precision
+from flatfsdp import Precision, shard
 from tests.support.meshes import REPLICATED, placed
 from tests.support.models import grads_of, same
 from tests.support.ranks import on_ranks
@@ -30,14 +30,12 @@ class Renormed(nn.Module):
         return self.out(self.table(tokens))
 
 
-def small(seed: int = 0, **options: Any) -> FlatFSDP:
+def small(seed: int = 0, **options: Any) -> Any:
     """Two units; the inner one writes."""
     torch.manual_seed(seed)
-    return FlatFSDP(
-        nn.Sequential(
-            FlatFSDP(Renormed(), **{"optimize_backward_concat": False, **options}), nn.Linear(4, 4)
-        ),
-        **{"optimize_backward_concat": False, **options},
+    return shard(
+        nn.Sequential(shard(Renormed(), **options), nn.Linear(4, 4)),
+        **options,
     )
 
 
@@ -46,9 +44,9 @@ def tokens_of(rank: int) -> Tensor:
     return torch.tensor([1, 2, 3]) if rank == 0 else torch.tensor([9])
 
 
-def shorten(model: FlatFSDP) -> None:
+def shorten(model: Any) -> None:
     with model.summon_full_params(), torch.no_grad():
-        model.module[0].module.table.weight[9] = 0.0
+        model[0].table.weight[9] = 0.0
 
 
 @FLAGS
@@ -69,16 +67,16 @@ def test_an_embedding_that_renormalises_raises_on_all_ranks(rank: int, flag: boo
             # With the flag off there is one counter for all views, and still one of them is named.
             assert "out.bias" not in str(error.value)
     with pytest.raises(RuntimeError, match=WRITTEN.format("root", r"table\.weight")):
-        FlatFSDP(Renormed(), optimize_backward_concat=flag)(tokens_of(rank))
+        shard(Renormed(), optimize_backward_concat=flag)(tokens_of(rank))
 
 
 def test_a_failed_step_says_what_it_drops_if_it_drops_anything(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        model = small(optimize_backward_concat=True)
+        model = small()
         with pytest.raises(RuntimeError, match="wrote in place"):
             model(tokens_of(0))
     assert caplog.messages == []
-    table = model.module[0].module.table
+    table = model[0].table
     table.max_norm = None
     with model.no_sync():
         model(tokens_of(0)).sum().backward()
@@ -98,11 +96,11 @@ def test_one_rank_raises_too(flag: bool, grad: bool) -> None:
 @on_ranks(2)
 def test_a_step_after_the_error_is_clean(rank: int) -> None:
     """With the flag on nothing else remembers the write: the next step gathers the shards anew."""
-    written, fresh = (small(optimize_backward_concat=True) for _ in range(2))
+    written, fresh = (small() for _ in range(2))
     with pytest.raises(RuntimeError, match="wrote in place"):
         written(tokens_of(0))
     for model in (written, fresh):
-        model.module[0].module.table.max_norm = None
+        model[0].table.max_norm = None
         model(tokens_of(rank)).sum().backward()
     assert same(grads_of(written), grads_of(fresh)) and grads_of(fresh)
 
@@ -127,11 +125,11 @@ class Codebook(nn.Module):
 @on_ranks(2)
 def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
     with pytest.raises(RuntimeError, match=WRITTEN.format("root", "count, and what")):
-        FlatFSDP(Codebook(in_parameter=True), optimize_backward_concat=flag)(torch.ones(4))
-    model = FlatFSDP(Codebook(in_parameter=False), optimize_backward_concat=flag)
+        shard(Codebook(in_parameter=True), optimize_backward_concat=flag)(torch.ones(4))
+    model = shard(Codebook(in_parameter=False), optimize_backward_concat=flag)
     for _ in range(2):
         model(torch.ones(4)).sum().backward()
-    assert model.module.calls == 2.0
+    assert model.calls == 2.0
 
 
 class WritesLater(nn.Module):
@@ -153,7 +151,7 @@ class WritesLater(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
 def test_a_recomputation_is_watched_too(reentrant: bool) -> None:
-    unit = FlatFSDP(WritesLater(), optimize_backward_concat=True)
+    unit = shard(WritesLater())
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(RuntimeError, match="wrote in place to parameter weight"):
         checkpoint(unit, x, use_reentrant=reentrant).sum().backward()
@@ -164,7 +162,7 @@ def test_a_recomputation_is_watched_too(reentrant: bool) -> None:
 def test_a_compiled_module_is_watched_too(rank: int, flag: bool) -> None:
     for grad in (True, False):
         model = small(optimize_backward_concat=flag)
-        model.module[0].module.compile(backend="aot_eager")
+        model[0].compile(backend="aot_eager")
         message = WRITTEN.format("0", r"0\.table\.weight")
         if grad and not flag:
             # The compiler runs nothing: it refuses the view, as PyTorch does.
@@ -176,12 +174,12 @@ def test_a_compiled_module_is_watched_too(rank: int, flag: bool) -> None:
 
 @on_ranks(2)
 def test_the_way_out_that_the_message_names_works(rank: int) -> None:
-    model = small(optimize_backward_concat=True)
-    model.module[0].module.table.max_norm = None
+    model = small()
+    model[0].table.max_norm = None
     model(tokens_of(rank)).sum().backward()
     with model.summon_full_params(), torch.no_grad():
-        table = model.module[0].module.table.weight
+        table = model[0].table.weight
         table.renorm_(2, 0, 0.1)
     model(tokens_of(rank)).sum().backward()
     with model.summon_full_params():
-        assert (model.module[0].module.table.weight.norm(dim=1) <= 0.1 + 1e-6).all()
+        assert (model[0].table.weight.norm(dim=1) <= 0.1 + 1e-6).all()

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import by_class
-from tests.support.both_forms import WAYS, sharded
+from flatfsdp import by_class, shard
 from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-EACH_WAY = pytest.mark.parametrize("way", WAYS)
 MESSAGE = r"blocks\.0\.up\.weight.* was written to as an attribute.*summon_full_params"
 
 
@@ -49,9 +47,9 @@ UNCOUNTED: list[Callable[[Tensor], Any]] = [
 ]
 
 
-def model_of(way: str, **options: Any) -> tuple[Any, nn.Linear]:
+def model_of(**options: Any) -> tuple[Any, nn.Linear]:
     torch.manual_seed(0)
-    model = sharded(way, Net(), by_class(Block), **options)
+    model = shard(Net(), by_class(Block), **options)
     layer = next(module for module in model.modules() if isinstance(module, Block)).up
     return model, layer
 
@@ -60,13 +58,10 @@ def tokens_of(rank: int) -> Tensor:
     return next(data(rank, 1, 1))[0]
 
 
-@EACH_WAY
 @FLAGS
 @on_ranks(1, 2)
-def test_writes_raise_at_the_next_forward_and_nothing_is_lost(
-    rank: int, world_size: int, way: str, flag: bool
-) -> None:
-    model, layer = model_of(way, optimize_backward_concat=flag)
+def test_writes_raise_at_the_next_forward_and_nothing_is_lost(rank: int, world_size: int, flag: bool) -> None:
+    model, layer = model_of(optimize_backward_concat=flag)
     loss = model(tokens_of(rank))
     for write in COUNTED + (UNCOUNTED if world_size > 1 else []):
         write(layer.weight)
@@ -79,11 +74,10 @@ def test_writes_raise_at_the_next_forward_and_nothing_is_lost(
             assert layer.weight.isnan().all()
 
 
-@EACH_WAY
 @FLAGS
 @on_ranks(1, 2)
-def test_every_other_use_raises_too(rank: int, way: str, flag: bool) -> None:
-    model, layer = model_of(way, optimize_backward_concat=flag)
+def test_every_other_use_raises_too(rank: int, flag: bool) -> None:
+    model, layer = model_of(optimize_backward_concat=flag)
     model(tokens_of(rank)).backward()
 
     def summon() -> None:
@@ -109,7 +103,7 @@ def test_every_other_use_raises_too(rank: int, way: str, flag: bool) -> None:
 @on_ranks(2)
 def test_a_write_between_forward_and_backward_raises(rank: int, flag: bool) -> None:
     for write in (*COUNTED, *UNCOUNTED):
-        model, layer = model_of("in place", optimize_backward_concat=flag)
+        model, layer = model_of(optimize_backward_concat=flag)
         loss = model(tokens_of(rank))
         write(layer.weight)
         with pytest.raises(RuntimeError, match=MESSAGE):
@@ -124,12 +118,11 @@ class NormalizesItsWeight(nn.Linear):
         return super().forward(x)
 
 
-@EACH_WAY
 @FLAGS
 @on_ranks(1, 2)
-def test_other_memory_that_a_forward_gives_its_weight_raises(way: str, flag: bool) -> None:
+def test_other_memory_that_a_forward_gives_its_weight_raises(flag: bool) -> None:
     model = nn.Sequential(NormalizesItsWeight(4, 4), nn.ReLU())
-    model = sharded(way, model, by_class(NormalizesItsWeight), optimize_backward_concat=flag)
+    model = shard(model, by_class(NormalizesItsWeight), optimize_backward_concat=flag)
     with pytest.raises(RuntimeError, match=r"forward of unit 0 wrote in place to parameter 0\.weight"):
         model(torch.ones(2, 4))
 
@@ -138,7 +131,7 @@ def test_other_memory_that_a_forward_gives_its_weight_raises(way: str, flag: boo
 @on_ranks(2)
 def test_reading_a_placeholder_is_no_write(rank: int, flag: bool) -> None:
     """Not even where PyTorch gives memory away that could be written to."""
-    model, layer = model_of("in place", optimize_backward_concat=flag)
+    model, layer = model_of(optimize_backward_concat=flag)
     reads: list[Callable[[Tensor], Any]] = [repr, Tensor.data_ptr, Tensor.tolist, Tensor.norm, torch.clone]
     for read in (*reads, lambda weight: weight.detach().numpy()):
         read(layer.weight)

@@ -29,7 +29,8 @@ from tests.support.against_plain import (
     plain_net,
     resident_bytes,
 )
-from tests.support.models import Block, Net, build, data, grads_of, same, whole_grads
+from tests.support.models import Block, Net, data, grads_of, same, whole_grads
+from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])

@@ -41,7 +41,8 @@ from tests.support.against_plain import (
     resident_bytes,
 )
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.models import Block, Net, build, data, whole_grads
+from tests.support.models import Block, Net, data, whole_grads
+from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])

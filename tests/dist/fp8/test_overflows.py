@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import auto_wrap, by_class
+from flatfsdp import by_class, shard
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast, count_overflows
 from flatfsdp.layers import Linear
 from tests.support.fp8_layers import FP8_RECIPES, SHORT, WIDTH, seeded
@@ -35,7 +35,7 @@ def with_infinity(rank: int) -> Tensor:
 @on_ranks(2)
 def test_infinity_on_one_rank(rank: int, world_size: int, recipe: Any) -> None:
     model = seeded(lambda: nn.Sequential(Linear(WIDTH, WIDTH), nn.GELU(), Linear(WIDTH, WIDTH)))
-    wrapped = auto_wrap(model, by_class(Linear), optimize_backward_concat=False)
+    wrapped = shard(model, by_class(Linear))
     with count_overflows(wrapped) as overflows:
         for x in (batch(rank), with_infinity(rank)):
             with autocast(recipe=recipe):

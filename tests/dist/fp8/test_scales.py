@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp import Debug, Precision, by_class, fp8, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, convert
 from tests.support.fp8_layers import (
@@ -219,7 +219,7 @@ def test_recompute_of_sharded_blocks(rank: int, flag: bool, reentrant: bool, rec
         if call:
             model.call = lambda block, *args: fp8.checkpoint(block, *args, use_reentrant=reentrant)
         options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
-        wrapped = auto_wrap(model, by_class(Block), **{"optimize_backward_concat": False, **options})
+        wrapped = shard(model, by_class(Block), **options)
         inputs = [batch(rank, step).requires_grad_() for step in range(3)]
         for x in inputs:
             with autocast(recipe=recipe):
@@ -256,7 +256,7 @@ def test_a_converted_model(rank: int, flag: bool) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
         if converts:
             convert(model, lambda linear, name: True, fuse_wgrad_accumulation=True)
-        wrapped = FlatFSDP(model, optimize_backward_concat=flag)
+        wrapped = shard(model, optimize_backward_concat=flag)
         for x in microbatches(wrapped, [batch(rank, m) for m in range(3)]):
             wrapped(x).square().mean().backward()
         runs.append([p.grad.clone() for p in wrapped.parameters()])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, by_class, microbatches, shard
 from flatfsdp.layers import Embedding, Linear, LinearCrossEntropy, cross_entropy
 from tests.support.models import Trace, grads_of, same_trace
 from tests.support.ranks import on_ranks
@@ -174,11 +174,7 @@ def train(rank: int, net: dict[str, Any], **options: Any) -> Trace:
     torch.manual_seed(0)
     options["precision"] = Precision(compute=torch.bfloat16)
     whole = Net(**net)
-    model = (
-        FlatFSDP(whole, **{"optimize_backward_concat": False, **options})
-        if net.get("ties")
-        else auto_wrap(whole, by_class(Linear), **{"optimize_backward_concat": False, **options})
-    )
+    model = shard(whole, **options) if net.get("ties") else shard(whole, by_class(Linear), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
     generator = torch.Generator().manual_seed(rank)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import FlatFSDP
+from flatfsdp import shard
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -49,11 +49,10 @@ def test_the_same_as_with_a_group_from_the_start(rank: int, name: str, sequence_
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
         late(input_of(name, sequence_parallel))
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
-        FlatFSDP(
+        shard(
             late,
             mesh=DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu"),
             tp_group=dist.group.WORLD,
-            optimize_backward_concat=False,
         )
     other = copy.deepcopy(late)
     torch.manual_seed(0)

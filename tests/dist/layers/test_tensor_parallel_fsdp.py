@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Debug, Precision, by_class, microbatches, shard
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.rng import seeded
 from flatfsdp.contract.tensor_parallel import part_of
@@ -50,15 +50,15 @@ def net(parallel: ParallelMesh | None, fuse: Any = False) -> nn.Sequential:
 
 def build(
     parallel: ParallelMesh, *, fp8_weights: Any = "in_layers", fuse: Any = False, **options: Any
-) -> FlatFSDP:
-    return auto_wrap(
+) -> Any:
+    return shard(
         net(parallel, fuse),
         by_class(TransformerLayer),
         precision=Precision(fp8_weights=fp8_weights),
         mesh=parallel.dp,
         tp_group=parallel.tp_group,
         debug=Debug(poison_on_free=True),
-        **{"optimize_backward_concat": False, **options},
+        **options,
     )
 
 
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, x: Tensor, recipe: Any) -> Tensor:
         return (model(x) - 1).square().sum() / (SEQUENCE * BATCH * WIDTH)
 
 
-def train(model: FlatFSDP, parallel: ParallelMesh, recipe: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train(model: Any, parallel: ParallelMesh, recipe: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses, gradients of all steps and parameters; also the first step's gradients, whole."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     ranks, trace, first = Ranks.of(parallel.tp_group), [], {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from flatfsdp import Precision, auto_wrap, by_class
+from flatfsdp import Precision, by_class, shard
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, stage_layers
@@ -164,12 +164,11 @@ def test_flatfsdp_gives_values_to_what_was_built_on_meta() -> None:
     flats = []
     for device in ("cpu", "meta"):
         model = Llama(CONFIG, range(2, 4), seed=3, device=device)
-        wrapped = auto_wrap(
+        wrapped = shard(
             model,
             by_class(TransformerLayer),
             device="cpu",
             param_init_fn=model.initialize,
-            optimize_backward_concat=False,
         )
         flats.append([p.detach() for p in wrapped.parameters()])
     assert same(*flats)
@@ -222,7 +221,7 @@ def test_replayed_microbatches_are_the_eager_ones() -> None:
     first, _ = samples(mesh.dp_rank)
     runs = []
     for replay in (False, True):
-        model = SmallPipeline("1f1b", mesh, replay=replay, optimize_backward_concat=True)
+        model = SmallPipeline("1f1b", mesh, replay=replay)
         losses = model.forward_backward(microbatches_of(first))
         runs.append((losses, [parameter.grad.as_subclass(Tensor) for parameter in model.parameters()]))
     (eager, eager_grads), (replayed, replayed_grads) = runs

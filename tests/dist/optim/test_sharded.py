@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
+from flatfsdp import Precision, by_class, checkpoint, microbatches, param_groups, shard
+from flatfsdp.engine.whole.units import named_groups
+from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
 from tests.support.meshes import replicating
@@ -26,19 +28,19 @@ BF16 = torch.bfloat16
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 
 
-def backward(model: FlatFSDP, rank: int, seed: int) -> None:
+def backward(model: Any, rank: int, seed: int) -> None:
     ((tokens,),) = data(rank + 10 * seed, 1, 1)
     model(tokens).backward()
 
 
-def train(model: FlatFSDP, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for seed in steps:
         backward(model, rank, seed)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def values(model: FlatFSDP) -> list[Tensor]:
+def values(model: Any) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
@@ -86,8 +88,8 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
     """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
     torch.manual_seed(0)
     net = Net(2)
-    net.blocks[0] = FlatFSDP(net.blocks[0], mesh=replicating(), optimize_backward_concat=False)
-    model = auto_wrap(net, by_class(Block), optimize_backward_concat=False)
+    net.blocks[0] = shard(net.blocks[0], mesh=replicating())
+    model = shard(net, by_class(Block))
     groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
     optimizer = AdamW(groups, lr=1e-2, weight_decay=0.5, max_grad_norm=0.3)
     torch.manual_seed(0)
@@ -122,10 +124,8 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
 @on_ranks(4)
 def test_units_over_fewer_ranks_are_refused(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expert = FlatFSDP(
-        nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"), optimize_backward_concat=False
-    )
-    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=False)
+    expert = shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"))
+    model = shard(nn.Sequential(nn.Linear(8, 8), expert))
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
         AdamW(model.parameters(), max_grad_norm=1.0).step()
@@ -147,13 +147,15 @@ def test_ordinary_parameters_beside_shards(rank: int) -> None:
 # ---- what the engine has no more to do ------------------------------------------------------------------
 
 
-def check_ledger(model: FlatFSDP, is_told: bool) -> None:
+def check_ledger(model: Any, is_told: bool) -> None:
     """Checks the bytes of a step after an optimizer's, in which FP8 weights are cast: 4 + 1 bytes."""
     shards = {False: 0, True: 0}
-    for name, parameter in model.named_parameters():
-        shards["fp8" in name.rpartition(".")[2]] += parameter.numel()
-    assert model.ledger.bytes["cast"] == 5 * shards[True] + (0 if is_told else 6 * shards[False])
-    assert (model.ledger.bytes["measure"] == 0) == is_told
+    for _, group in named_groups(model):
+        shards[group.layout.role is Role.FP8] += group.master.flat.numel()
+    assert model.fsdp_state.shared.ledger.bytes["cast"] == 5 * shards[True] + (
+        0 if is_told else 6 * shards[False]
+    )
+    assert (model.fsdp_state.shared.ledger.bytes["measure"] == 0) == is_told
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
@@ -168,7 +170,7 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
         groups: Any = param_groups(model, [NO_DECAY]) if grouped else [{"params": list(model.parameters())}]
         if not is_told:
             for parameter in (p for group in groups for p in group["params"]):
-                del parameter.flat_shard
+                del parameter.flat_shard, parameter.viewed_shard
         nonfinite: Any = "raise" if is_told else "step"
         optimizer, losses = AdamW(groups, lr=0.05, nonfinite=nonfinite), []
         for index, batch in enumerate(batches(rank, 3, 2)):
@@ -179,7 +181,7 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
                 losses.append(loss.detach())
             if index > 0:
                 check_ledger(model, is_told)
-            model.ledger.reset()
+            model.fsdp_state.shared.ledger.reset()
             optimizer.step()
             optimizer.zero_grad()
         results.append([*losses, *values(model)])
@@ -208,7 +210,7 @@ def test_gradients_of_another_dtype(rank: int) -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------
 
 
-def optimizer_of(model: FlatFSDP, moment_dtype: torch.dtype | None = None) -> AdamW:
+def optimizer_of(model: Any, moment_dtype: torch.dtype | None = None) -> AdamW:
     groups = param_groups(model, [NO_DECAY])
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "max_grad_norm": 0.3}
     return AdamW(groups, **options, moment_dtype=moment_dtype)

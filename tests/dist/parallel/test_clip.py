@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from flatfsdp import FlatFSDP, Precision, param_groups
+from flatfsdp import Precision, param_groups, shard
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 from flatfsdp.parallel import clip_grad_norm_
@@ -34,7 +34,7 @@ def same_on_all_ranks(value: Tensor) -> bool:
 @on_ranks(4)
 def test_a_norm_counts_each_gradient_once(world_size: int, sizes: tuple[int, ...], norm_type: float) -> None:
     mesh = tp_mesh(*sizes)
-    model = build_tp(mesh, optimize_backward_concat=True)
+    model = build_tp(mesh)
     batches = [next(data(r, 1, 1))[0] for r in range(world_size // mesh["tp"].size())]
     model(batches[data_rank(mesh)]).backward()
     torch.manual_seed(0)
@@ -83,10 +83,10 @@ def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
     mesh = tp_mesh(2, 2)
     options = {"mesh": mesh["dp"], "tp_group": mesh.get_group("tp")}
     # One rank of each tensor-parallel group counts nothing, in FP64.
-    wide = FlatFSDP(
+    wide = shard(
         nn.Linear(3, 3),
         precision=Precision(*[torch.float64] * 4),
-        **{"optimize_backward_concat": False, **options},
+        **options,
     )
     wide(torch.ones(2, 3)).sum().backward()
     expected = torch.tensor(3 * (3 * 4 + 4.0), dtype=torch.float64).sqrt()
@@ -107,7 +107,7 @@ def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
 @on_ranks()
 def test_the_norm_of_a_pipeline_is_that_of_all_stages(rank: int, world_size: int, schedule: type) -> None:
     dp = world_size // 2
-    pipelines = [Pipeline(schedule, 2, dp, optimize_backward_concat=True) for _ in range(2)]
+    pipelines = [Pipeline(schedule, 2, dp) for _ in range(2)]
     pipeline, again = pipelines
     replica = pipeline.mesh.get_local_rank("dp")
     for each in pipelines:

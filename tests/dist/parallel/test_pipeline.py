@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp import FlatFSDP, Precision
+from flatfsdp import Precision
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.parallel import FlatStage
@@ -123,9 +123,9 @@ class Probe(FlatStage):
         if fwd_chunk_id == 0:
             self.before_first = {
                 "main_grad": any(g.main_grad.holds_gradients for g in groups_of(self)),
-                "grad": any(g.master.flat.grad is not None for g in groups_of(self)),
-                "reductions": self.submod.ledger.calls["reduce"],
-                "backwards": self.submod.microbatch.index,
+                "grad": any(p.grad is not None for p in self.submod.parameters()),
+                "reductions": self.submod.fsdp_state.shared.ledger.calls["reduce"],
+                "backwards": self.submod.fsdp_state.shared.microbatch.index,
                 "parameters": has_parameters(self),
             }
             self.reduced: list[int] = []
@@ -134,7 +134,7 @@ class Probe(FlatStage):
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(*args, **kwargs)
-        self.reduced.append(self.submod.ledger.calls["reduce"])
+        self.reduced.append(self.submod.fsdp_state.shared.ledger.calls["reduce"])
         self.kept.append(has_parameters(self))
 
 
@@ -146,15 +146,15 @@ def groups_of(stage: FlatStage) -> list[Any]:
     return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.trained]
 
 
-def watch(model: FlatFSDP) -> tuple[Any, list[int]]:
+def watch(model: Any) -> tuple[Any, list[int]]:
     """Reductions that have been launched when the inputs of the first block get their gradient."""
     seen: list[int] = []
 
     def follow(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: seen.append(model.ledger.calls["reduce"]))
+            inputs[0].register_hook(lambda _: seen.append(model.fsdp_state.shared.ledger.calls["reduce"]))
 
-    return model.blocks[0].module.register_forward_pre_hook(follow), seen
+    return model.blocks[0].register_forward_pre_hook(follow), seen
 
 
 @SCHEDULES
@@ -170,7 +170,7 @@ def test_a_unit_is_reduced_once_a_step_inside_the_last_backward(
         assert not any(group.main_grad.holds_gradients for group in groups_of(stage))
     for number, tokens in enumerate(tokens_of(rank % 2, steps=2)):
         for model in pipeline.models:
-            model.ledger.reset()
+            model.fsdp_state.shared.ledger.reset()
         seen = [watch(model) for model in pipeline.models]
         pipeline.step(tokens)
         for stage, (handle, inside) in zip(pipeline.stages, seen, strict=True):
@@ -179,9 +179,9 @@ def test_a_unit_is_reduced_once_a_step_inside_the_last_backward(
                 assert not any(stage.before_first.values()), stage.before_first
             units = len(groups_of(stage))
             assert stage.reduced == [0] * (MICROBATCHES - 1) + [units]
-            assert stage.submod.ledger.calls["reduce"] == units
+            assert stage.submod.fsdp_state.shared.ledger.calls["reduce"] == units
             assert stage.kept == [not options["reshard_after_forward"]] * (MICROBATCHES - 1) + [False]
-            assert stage.submod.microbatch.step == number + 1
+            assert stage.submod.fsdp_state.shared.microbatch.step == number + 1
             if not stage.is_first:
                 # All but the first block, and what is around the blocks, before the backward is over.
                 assert inside == [0] * (MICROBATCHES - 1) + [len(stage.submod.blocks) - 1]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp import Precision, by_class, shard
 from flatfsdp.comm.launch import fork_server
 from flatfsdp.models import LlamaPipeline
 from flatfsdp.parallel import FlatStage
@@ -59,10 +59,10 @@ def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     part = parts(2)[rank]
     with pytest.raises(ValueError, match="contains no unit of FlatFSDP"):
         FlatStage(part, rank, 2, **options)
-    part.blocks[0] = FlatFSDP(part.blocks[0], mesh=mesh["dp"], optimize_backward_concat=False)
+    part.blocks[0] = shard(part.blocks[0], mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no unit of FlatFSDP"):
         FlatStage(part, rank, 2, **options)
-    model = auto_wrap(part, by_class(Block), mesh=mesh["dp"], optimize_backward_concat=False)
+    model = shard(part, by_class(Block), mesh=mesh["dp"])
     with pytest.raises(ValueError, match="only one of input_args"):
         FlatStage(model, rank, 2, input_args=torch.empty(2, 7), **options)
     with pytest.raises(ValueError, match="Number of microbatches"):

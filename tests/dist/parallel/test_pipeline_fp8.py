@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp import Debug, FlatFSDP, Precision, by_class, shard
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.weight_cache import WeightCache
@@ -89,12 +89,12 @@ class Pipeline:
         per_stage, indices = 4 // total, range(mesh.pp_rank, total, mesh.pp_size)
         parts = [Part(range(per_stage * i, per_stage * (i + 1)), recipe, group) for i in indices]
         self.models: list[FlatFSDP] = [
-            auto_wrap(
+            shard(
                 part,
                 by_class(Block),
                 mesh=mesh.dp,
                 debug=Debug(poison_on_free=True),
-                **{"optimize_backward_concat": False, **options},
+                **options,
             )
             for part in parts
         ]
@@ -160,7 +160,7 @@ def test_weights_stored_in_fp8(schedule: type) -> None:
         traces.append(pipeline.train())
         if weights is CURRENT and mesh.dp_size > 1:
             # One a step, and one when the schedule finds out about shapes.
-            assert {model.ledger.calls["amax"] for model in pipeline.models} == {STEPS + 1}
+            assert {model.fsdp_state.shared.ledger.calls["amax"] for model in pipeline.models} == {STEPS + 1}
     assert_same(*traces)
 
 
@@ -178,14 +178,14 @@ def test_scales_are_those_of_a_stage_by_default(schedule: type) -> None:
         ({"recipe": DELAYED}, 2 * stages * MICROBATCHES),
         ({"around": around}, 1 + stages * MICROBATCHES),
     ):
-        off = Pipeline(schedule, mesh, **options).train()
-        on = Pipeline(schedule, mesh, optimize_backward_concat=True, **options)
+        off = Pipeline(schedule, mesh, optimize_backward_concat=False, **options).train()
+        on = Pipeline(schedule, mesh, **options)
         with counted_reductions() as calls:
             trace = on.train(STEPS - 1)
         before = sum(op == dist.ReduceOp.MAX for _, op in calls)
         with counted_reductions() as calls:
             on.step(STEPS - 1)
-        again = Pipeline(schedule, mesh, optimize_backward_concat=True, static=True, **options)
+        again = Pipeline(schedule, mesh, static=True, **options)
         assert_same(off, again.train())
         assert trace.scales and before > len(calls)
         # And one a stage for what the step has used.
@@ -213,7 +213,6 @@ def test_weights_are_cast_once_a_step(world_size: int, schedule: ScheduleName) -
             batch=2,
             recipe=CURRENT,
             cache_fp8_weights=cached,
-            optimize_backward_concat=True,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         found = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
+from flatfsdp import Precision, by_class, checkpoint, shard
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.whole.units import root_of
@@ -42,13 +42,9 @@ def test_several_flat_fsdp_modules_in_a_stage() -> None:
         options["optimize_backward_concat"] = flag
         module: nn.Module = part(Ranks.of(mesh.tp_group), mesh.pp_rank)
         if is_one:
-            module = auto_wrap(
-                module, by_class(ParallelMLP), **{"optimize_backward_concat": False, **options}
-            )
+            module = shard(module, by_class(ParallelMLP), **options)
         else:
-            module = nn.Sequential(
-                *(FlatFSDP(layer, **{"optimize_backward_concat": False, **options}) for layer in module)
-            )
+            module = nn.Sequential(*(shard(layer, **options) for layer in module))
         stage = FlatStage(module, mesh.pp_rank, 2, group=mesh.pp_group)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=lambda x, y: (x - y).square().mean())
         x = torch.randn(2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(9))
@@ -87,12 +83,12 @@ def load(rank: int, world_size: int, folder: str, expected: dict[str, Tensor]) -
         mesh = mesh_of(pp=1, tp=tp)
         options: dict[str, Any] = {"tp_group": mesh.tp_group} if tp > 1 else {}
         llama = Llama(CONFIG, seed=7, recipe=RECIPE, **options)
-        model = auto_wrap(
+        model = shard(
             llama,
             by_class(TransformerLayer),
             mesh=mesh.dp,
             precision=BF16,
-            **{"optimize_backward_concat": False, **options},
+            **options,
         )
         optimizer = AdamW(model.parameters(), lr=1e-2)
         checkpoint.load(folder, model, optimizer)
@@ -126,7 +122,7 @@ def test_weights_of_split_layers_stored_in_fp8() -> None:
             sequence_parallel=True,
             fuse_wgrad_accumulation=True,
         )
-        model = auto_wrap(
+        model = shard(
             llama,
             by_class(TransformerLayer),
             mesh=mesh.dp,

@@ -59,7 +59,6 @@ def pipeline_of(job: Job, mesh: ParallelMesh) -> LlamaPipeline:
         sequence_parallel=job.ranks.sequence_parallel,
         recipe=job.recipe,
         reshard_after_forward=job.reshard_after_forward,
-        optimize_backward_concat=True,
     )
 
 

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import keys_of_slots
@@ -128,7 +127,7 @@ class Sharded:
     def __init__(self, plan: Plan) -> None:
         plain = build(plan)
         self._names = set(dict(plain.named_parameters()))
-        self.model: FlatFSDP = wrap(plain, plan, plan.flag)
+        self.model: Any = wrap(plain, plan, plan.flag)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
 
     def backward(self, loss: Tensor) -> None:
@@ -151,18 +150,17 @@ class Sharded:
 
     def gradients(self, label: str) -> Trace:
         return self._parts(
-            label, lambda flat: torch.zeros_like(flat) if flat.grad is None else plain(flat.grad)
+            label, lambda shard: torch.zeros_like(shard) if shard.grad is None else plain(shard.grad)
         )
 
     def parameters(self, label: str) -> Trace:
-        return self._parts(label, lambda flat: flat.detach())
+        return self._parts(label, Tensor.detach)
 
     def _parts(self, label: str, values: Callable[[Tensor], Tensor]) -> Trace:
         trace = {}
-        for name, group, piece in self.pieces():
-            first, length = piece.shard_offset, piece.stop - piece.start
-            value = values(group.master.flat)[first : first + length].clone()
-            trace[Part(f"{label} {name}", piece.start, piece.stop)] = value
+        shards = dict(self.model.named_parameters())
+        for name, _, piece in self.pieces():
+            trace[Part(f"{label} {name}", piece.start, piece.stop)] = values(shards[name]).clone()
         return trace
 
     def pieces(self, shard: int | None = None) -> list[tuple[str, FlatGroup, Piece]]:

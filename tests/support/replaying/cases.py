@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, Precision, by_class
+from flatfsdp import Debug, Precision, by_class, shard
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, VOCAB, Family
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
 from tests.support.meshes import replicating
@@ -95,7 +94,6 @@ class Case(NamedTuple):
     count: int
     recipe: Any = None
     stores: bool = False
-    way: str = "wrapped"
     family: Family | None = None
     poison: bool = False
     built: Change = nothing
@@ -113,8 +111,7 @@ class Case(NamedTuple):
             module = seeded(net if self.recipe is None else Stack)
         self.built(module)
         computes_in_fp32 = self.recipe is not None and self.family is None
-        model = sharded(
-            self.way,
+        model = shard(
             module.to(device),
             self.policy,
             precision=Precision(
@@ -122,7 +119,6 @@ class Case(NamedTuple):
                 fp8_weights=CurrentScaling() if self.stores else None,
             ),
             reshard_after_forward=self.reshard,
-            optimize_backward_concat=True,
             debug=Debug(poison_on_free=self.poison),
             **self.spread(),
         )
@@ -161,7 +157,6 @@ def _generator(rank: int, step: int, index: int) -> torch.Generator:
 
 CASES = [
     *(Case(f"bf16 {reshard} {count}", reshard, count) for reshard in (True, False) for count in (1, 2, 4)),
-    Case("in place", True, 3, way="in place"),
     Case("poison", True, 3, poison=True),
     *(Case(f"delayed {reshard}", reshard, 3, SHORT) for reshard in (True, False)),
     Case("current", True, 3, CurrentScaling()),
@@ -178,23 +173,23 @@ FUSED = LLAMA._replace(is_fused=True)
 DROPPING = LLAMA._replace(sizes={**LLAMA.sizes, "attention_dropout": 0.1})
 DROPPING_FUSED = DROPPING._replace(is_fused=True)
 HUGGING_FACE = [
-    Case("Llama", True, 2, way="in place", family=LLAMA),
-    Case("Llama, dropout", False, 1, way="in place", family=DROPPING),
-    Case("fused", True, 4, way="in place", family=FUSED, poison=True),
-    Case("fused, dropout", True, 2, way="in place", family=DROPPING_FUSED),
-    Case("fused, delayed", False, 3, SHORT, way="in place", family=FUSED),
-    Case("fused, stored", True, 1, SHORT, True, "in place", FUSED),
-    Case("converted", True, 2, SHORT, way="in place", family=LLAMA, built=convert_all),
-    Case("fused, recomputed", True, 2, way="in place", family=FUSED, built=recompute_layers),
-    Case("dropout, recomputed", True, 2, way="in place", family=DROPPING_FUSED, built=recompute_layers),
-    Case("delayed, recomputed", True, 2, SHORT, way="in place", family=FUSED, built=recompute_layers),
-    Case("stored, recomputed", True, 2, SHORT, True, "in place", FUSED, built=recompute_layers),
+    Case("Llama", True, 2, family=LLAMA),
+    Case("Llama, dropout", False, 1, family=DROPPING),
+    Case("fused", True, 4, family=FUSED, poison=True),
+    Case("fused, dropout", True, 2, family=DROPPING_FUSED),
+    Case("fused, delayed", False, 3, SHORT, family=FUSED),
+    Case("fused, stored", True, 1, SHORT, True, FUSED),
+    Case("converted", True, 2, SHORT, family=LLAMA, built=convert_all),
+    Case("fused, recomputed", True, 2, family=FUSED, built=recompute_layers),
+    Case("dropout, recomputed", True, 2, family=DROPPING_FUSED, built=recompute_layers),
+    Case("delayed, recomputed", True, 2, SHORT, family=FUSED, built=recompute_layers),
+    Case("stored, recomputed", True, 2, SHORT, True, FUSED, built=recompute_layers),
 ]
 
 ON_GPUS = [
     Case("compiled", True, 3, ready=compile_blocks),
     Case("recomputed", True, 3, built=recompute),
-    Case("recomputed, ZeRO-2, in place", False, 2, way="in place", built=recompute),
+    Case("recomputed, ZeRO-2", False, 2, built=recompute),
     Case("recomputed, reentrant", True, 2, built=partial(recompute, use_reentrant=True)),
     Case("recomputed, nothing drawn again", True, 2, built=partial(recompute, preserve_rng_state=False)),
     Case("data parallel", True, 3, spread=on_all_ranks),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8
+from flatfsdp import Precision, by_class, fp8, shard
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Overflows, autocast, count_overflows
 from flatfsdp.fp8 import overflows as overflows_module
 from flatfsdp.fp8.casts import stateless_casts
@@ -214,7 +214,7 @@ def test_names_are_those_before_wrapping(recipe: Any) -> None:
     for wraps in (False, True):
         model = seeded(Stack)
         if wraps:
-            model = auto_wrap(model, by_class(Block, Linear), optimize_backward_concat=False)
+            model = shard(model, by_class(Block, Linear))
         with count_overflows(model) as overflows:
             step(model, recipe, steady())
         tables.append(overflows.table())
@@ -228,10 +228,9 @@ def test_names_are_those_before_wrapping(recipe: Any) -> None:
 @pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
 def test_weights_that_are_kept_in_fp8_are_not_counted(recipe: Any) -> None:
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = FlatFSDP(
+    model = shard(
         nn.Sequential(Linear(WIDTH, FFN), Linear(FFN, WIDTH)),
         precision=precision,
-        optimize_backward_concat=False,
     )
     with count_overflows(model) as overflows:
         step(model, recipe, steady().bfloat16())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import fp8
+from flatfsdp import fp8, shard
 from flatfsdp.fp8 import DelayedScaling, Format, autocast
 from flatfsdp.layers import DotProductAttention, Embedding, Linear, convert
 
@@ -141,9 +141,8 @@ def test_transformer_engine_pickles_are_not_read() -> None:
 
 
 def test_convert_refuses_what_is_flat_already() -> None:
-    from flatfsdp import FlatFSDP
 
-    model = FlatFSDP(nn.Sequential(nn.Linear(32, 32)), optimize_backward_concat=True)
+    model = shard(nn.Sequential(nn.Linear(32, 32)))
     with pytest.raises(ValueError, match="convert first, then shard or wrap"):
         convert(model, filter=lambda linear, name: True)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp import by_class, checkpoint, fp8, microbatches, shard
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
 from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, assert_same_state, fp8_state, seeded
@@ -19,8 +19,8 @@ from tests.support.models import same
 MODES = pytest.mark.parametrize("mode", ["skip", "raise"])
 
 
-def wrapped(**options: Any) -> FlatFSDP:
-    return auto_wrap(seeded(partial(Stack, **options)), by_class(Block), optimize_backward_concat=False)
+def wrapped(**options: Any) -> Any:
+    return shard(seeded(partial(Stack, **options)), by_class(Block))
 
 
 def batch(step: int, microbatch: int) -> Tensor:
@@ -146,7 +146,7 @@ def test_steps_of_others_are_not_undone() -> None:
         def fail(*_: Any) -> None:
             raise KeyError("on the way")
 
-        first = model.module.blocks[0]
+        first = model.blocks[0]
         handle = first.register_forward_hook(lambda _module, _args, out: out.register_hook(fail) and None)
         with autocast(recipe=SHORT):
             loss = model(batch(4, 0)).square().mean()
@@ -161,7 +161,7 @@ def test_steps_of_others_are_not_undone() -> None:
 def test_two_optimizers_of_one_model() -> None:
     """Scales go back if one of them skips its step."""
     model = wrapped()
-    parts = [list(part.parameters()) for part in (model.module.blocks[0], model.module.blocks[1])]
+    parts = [list(part.parameters()) for part in (model.blocks[0], model.blocks[1])]
     optimizers = [SGD(part, lr=0.1, nonfinite="skip") for part in parts]
     forward_backward(model, 0)
     for optimizer in optimizers:

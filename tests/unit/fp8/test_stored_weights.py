@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp import Precision, by_class, shard
 from flatfsdp.engine.storage import fp8_weights
 from flatfsdp.engine.storage.fp8_weights import FP8Shard
 from flatfsdp.engine.storage.state import GroupState
@@ -24,7 +24,7 @@ PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 
 def stored(module: nn.Module) -> set[str]:
     """Names of the parameters that are stored in FP8 once `module` is wrapped."""
-    model = FlatFSDP(module, precision=PRECISION, optimize_backward_concat=False)
+    model = shard(module, precision=PRECISION)
     return {
         slot.name
         for group in model.fsdp_state.groups
@@ -77,9 +77,7 @@ def test_weights_in_several_pieces_are_one_operand() -> None:
 
 
 def forward(recipe: Any) -> Tensor:
-    model = auto_wrap(
-        seeded(partial(Stack, blocks=1)), by_class(Block), precision=PRECISION, optimize_backward_concat=False
-    )
+    model = shard(seeded(partial(Stack, blocks=1)), by_class(Block), precision=PRECISION)
     with autocast(enabled=recipe is not None, recipe=recipe):
         return model(torch.randn(TOKENS, WIDTH))
 
@@ -95,20 +93,16 @@ def test_either_scaling_of_tensors_will_do_and_none(recipe: Any) -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION, optimize_backward_concat=False)
+    model = shard(nn.Linear(32, 32), precision=PRECISION)
     with pytest.raises(ValueError, match="no layer has a weight that only FP8 GEMMs read"):
         model(torch.randn(16, 32))
 
 
 def test_units_have_one_way_to_scale() -> None:
     other = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling(power_of_two_scales=False))
-    model = nn.Sequential(
-        *(FlatFSDP(Linear(32, 32), precision=p, optimize_backward_concat=False) for p in (PRECISION, other))
-    )
+    model = nn.Sequential(*(shard(Linear(32, 32), precision=p) for p in (PRECISION, other)))
     with pytest.raises(ValueError, match=r"unit 1 has fp8_weights=.* make them equal"):
-        FlatFSDP(model, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False)(
-            torch.randn(16, 32)
-        )
+        shard(model, precision=Precision(compute=torch.bfloat16))(torch.randn(16, 32))
 
 
 @pytest.mark.parametrize("value", [True, DelayedScaling(), "fp8"])
@@ -125,10 +119,8 @@ def test_not_from_float64(station: str) -> None:
 
 def test_a_kept_weight_reads_as_nan() -> None:
     """Computing with the parameter itself is noticed."""
-    model = FlatFSDP(
-        nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
-    )
-    weight = model.module[0].weight
+    model = shard(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
+    weight = model[0].weight
     assert weight.shape == (32, 32) and weight.dtype == torch.bfloat16 and weight.isnan().all()
 
 
@@ -138,12 +130,10 @@ def test_scales_are_those_of_the_recipe(eps: float, power_of_two: bool) -> None:
     recipe = CurrentScaling(amax_epsilon=eps, power_of_two_scales=power_of_two)
     net = seeded(Block)
     weight = net.down.weight.detach().clone()
-    model = FlatFSDP(
-        net, precision=Precision(compute=torch.bfloat16, fp8_weights=recipe), optimize_backward_concat=False
-    )
+    model = shard(net, precision=Precision(compute=torch.bfloat16, fp8_weights=recipe))
     with autocast(recipe=recipe):
         model(torch.randn(TOKENS, WIDTH))
-    operand = model.module.down.weight.fp8_operand()
+    operand = model.down.weight.fp8_operand()
     scale = 448 / max(weight.bfloat16().abs().max().item(), eps)
     scale = 2.0 ** torch.tensor(scale).log2().floor().item() if power_of_two else scale
     torch.testing.assert_close(operand.rowwise_inv.item(), 1 / scale, rtol=1e-6, atol=0)
@@ -155,20 +145,18 @@ def test_overflow_saturates_and_nan_stays() -> None:
     net = seeded(Block)
     with torch.no_grad():
         net.down.weight[0, 0] = torch.nan
-    model = FlatFSDP(net, precision=PRECISION, optimize_backward_concat=False)
+    model = shard(net, precision=PRECISION)
     with autocast(recipe=CurrentScaling()):
         assert model(torch.randn(TOKENS, WIDTH)).isnan().any()
 
 
 def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU."""
-    model = FlatFSDP(
-        nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION, optimize_backward_concat=False
-    )
+    model = shard(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
     (group,) = (group for group in model.fsdp_state.groups if group.layout.role is Role.FP8)
     monkeypatch.setattr(model.fsdp_state.shared, "device", torch.device("meta"))
-    shard = FP8Shard(group.master, GroupState())
-    model.ledger.reset()
+    offloaded = FP8Shard(group.master, GroupState())
+    model.fsdp_state.shared.ledger.reset()
     taken: list[Tensor] = []
 
     def take(sources: Any, amax: Tensor, **options: Any) -> None:
@@ -176,8 +164,8 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
         taken.append(amax)
 
     monkeypatch.setattr(fp8_weights, "max_abs_many", take)
-    shard.measure()
-    assert model.ledger.bytes["measure"] == 2 * 32 * 32 * 4
+    offloaded.measure()
+    assert model.fsdp_state.shared.ledger.bytes["measure"] == 2 * 32 * 32 * 4
     whole = group.layout.views(group.master.flat.detach())
     assert taken[0].tolist() == [weight.bfloat16().abs().max().item() for weight in whole]
-    assert shard.amax.is_meta
+    assert offloaded.amax.is_meta

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP
+from flatfsdp import shard
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
 from tests.support.fp8_layers import FFN, MAKES, RECIPES, SHORT, TOKENS, WIDTH, seeded, weights_of
@@ -122,5 +122,5 @@ def test_who_cannot_wait() -> None:
         Linear(WIDTH, FFN, parameters_split=["q", "k", "v"], delay_wgrad_compute=True)
     model = nn.Sequential(nn.Linear(4, WIDTH), Linear(WIDTH, FFN, delay_wgrad_compute=True))
     with pytest.raises(ValueError, match=r"parameter 1\.weight .* backward_dw\(\).*without delay_wgrad_comp"):
-        FlatFSDP(model, optimize_backward_concat=False)
+        shard(model)
     assert "weight" in model[1]._parameters, "it was changed before"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatfsdp import FlatFSDP, checkpoint
+from flatfsdp import checkpoint, shard
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
 from flatfsdp.optim.verdict import Awaited
 from tests.unit.optim.test_plain import Shard, copies, equal, parameters, state_of
@@ -240,7 +240,7 @@ def test_a_late_refusal_comes_before_the_next_step_and_once() -> None:
 
 
 def test_whoever_reads_the_state_hears_of_a_late_refusal() -> None:
-    model = FlatFSDP(nn.Linear(4, 4), optimize_backward_concat=False)
+    model = shard(nn.Linear(4, 4))
     optimizer = AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

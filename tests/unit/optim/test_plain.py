@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision
+from flatfsdp import Precision, shard
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
@@ -237,7 +237,7 @@ def test_main_grad_comes_before_grad_and_is_zeroed() -> None:
 
 
 def test_an_optimizer_is_pickled_without_its_model() -> None:
-    model = FlatFSDP(nn.Linear(16, 16), optimize_backward_concat=False)
+    model = shard(nn.Linear(16, 16))
     optimizer = AdamW(model.parameters())
     model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
@@ -464,7 +464,7 @@ def test_a_step_that_fails_leaves_the_scales_right() -> None:
     """It may have begun to measure the weights anew."""
     layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = FlatFSDP(layers, precision=precision, optimize_backward_concat=False)
+    model = shard(layers, precision=precision)
     optimizer = AdamW(model.parameters())
     x = torch.randn(16, 32)
     with autocast(recipe=CurrentScaling()):
