@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
@@ -34,18 +35,19 @@ def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool)
     for cpu_offload in (False, True):
         model = build(cpu_offload=cpu_offload, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        assert model.flat_param.is_pinned() == cpu_offload and model.flat_param.is_cuda != cpu_offload
+        shards = [group.master.flat for _, group in named_groups(model)]
+        assert all(shard.is_pinned() == cpu_offload != shard.is_cuda for shard in shards)
         for _ in range(3):
             for batch in microbatches(model, batches):
                 model(batch, batch).backward()
-            assert model.flat_param.grad.is_cuda != cpu_offload
+            assert all(parameter.grad.is_cuda != cpu_offload for parameter in model.parameters())
             model.clip_grad_norm_(1e6)
             optimizer.step()
             optimizer.zero_grad()
         finals.append({k: v.cpu() for k, v in checkpoint.full_state_dict(model).items()})
-        assert model.flat_param.isfinite().all()
+        assert all(shard.isfinite().all() for shard in shards)
     assert same(list(finals[0].values()), list(finals[1].values()))
-    numel = sum(p.numel() for p in model.parameters())
+    numel = sum(shard.numel() for shard in shards)
     model.ledger.reset()
     for batch in microbatches(model, batches):
         model(batch, batch).backward()
@@ -67,7 +69,7 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
     model.ledger.reset()
     for batch in microbatches(model, batches):
         model(batch, batch).backward()
-    held = sum(p.numel() for p in model.parameters())
+    held = sum(group.master.flat.numel() for _, group in named_groups(model))
     backwards = len(batches) if sync == "every" else 1
     # FP32, two ranks inside and two across: half of the row's elements, and this rank's elements.
     assert model.ledger.bytes["reduce"] == backwards * 4 * held
@@ -156,7 +158,7 @@ def test_a_gradient_scaler_finds_a_scale_together(rank: int, world_size: int) ->
     everyone = [None] * world_size
     dist.all_gather_object(everyone, scales)
     assert everyone[0] == everyone[1]
-    assert model.flat_param.isfinite().all()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @FLAGS
