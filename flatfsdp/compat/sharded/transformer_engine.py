@@ -44,22 +44,18 @@ class QuantizersOfWeights:
     """In the place of a module's `_get_weight_quantizers`: tells the unit what they make.
 
     What they make again in the backward has the scale of its forward: delayed scaling's moves on between.
-    A copy of the module is in no unit.
     """
 
-    def __init__(self, module: Any, unit: Unit | None) -> None:
+    def __init__(self, module: Any, unit: Unit) -> None:
         self._module, self._unit = module, unit
 
     def __call__(self) -> list[Any]:
         """The quantizers of one forward, or None where a weight is not quantized."""
         quantizers = type(self._module)._get_weight_quantizers(self._module)
         unit = self._unit
-        if unit is None or not unit.policy.reshard_after_forward:
+        if not unit.policy.reshard_after_forward:
             return list(quantizers)
         return [None if each is None else _own(each, unit) for each in quantizers]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_module": self._module, "_unit": None}
 
 
 def _own(quantizer: Any, unit: Unit) -> Any:
@@ -106,5 +102,4 @@ def adapt(module: nn.Module, unit: Unit) -> None:
     if hasattr(module, "_get_weight_quantizers"):
         vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
     if hasattr(module, "set_activation_dtype"):
-        # A partial, not a closure: a copy of the module gets one with the copy.
         vars(module)["set_activation_dtype"] = partial(_note_dtype, module)

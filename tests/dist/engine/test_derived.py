@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import weakref
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, microbatches, shard
-from flatfsdp.compat.fairscale import FullyShardedDataParallel
-from flatfsdp.engine.whole.units import named_groups
-from tests.support import te_linear
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
 from tests.support.te_linear import QuantizedLinear, transformer_engine_linear
@@ -61,23 +53,6 @@ def unsharded(inputs: Sequence[Tensor]) -> tuple[list[float], dict[str, Tensor],
             sums[name] += parameter.grad.float()
         net.zero_grad()
     return losses, sums, [state for each in linears(net) for state in (each.scale, each.amax)]
-
-
-@on_ranks(1)
-def test_a_copy_of_a_layer_is_in_no_unit(rank: int) -> None:
-    """It keeps nothing of the engine alive, and can be pickled."""
-    with transformer_engine_linear():
-        model = FullyShardedDataParallel(Net(), optimize_backward_concat=True)
-        model(batches(1)[0].float()).backward()
-        layer, masters = linears(model)[0], [weakref.ref(group.master) for _, group in named_groups(model)]
-        layer._kept.clear()  # references to graphs
-        with mock.patch.object(QuantizedLinear, "__module__", te_linear.__name__):
-            copies = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
-        del model, layer
-        gc.collect()
-        assert not any(master() for master in masters)
-        for each in copies:
-            assert each(torch.randn(4, SIZE)).shape == (4, SIZE)
 
 
 @pytest.mark.parametrize("flag", [True, False])

@@ -179,7 +179,7 @@ def other_memory_of_a_compute_shard(model: Any) -> None:
 
 
 def frozen(model: Any) -> None:
-    named_groups(model)[0][1].flagged[0].requires_grad_(False)
+    named_groups(model)[0][1].master.parameters[0].requires_grad_(False)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
     others = [group.compute_shard.tensor for group in groups]
     others += [group.buffer.tensor for group in groups if group.buffer is not None]
     others += [group.operands.columnwise.tensor for group in groups if group.operands.columnwise]
-    others += stage.module.rotary(job.model.seq, torch.device("cpu"))[:2]
+    others += stage.rotary(job.model.seq, torch.device("cpu"))[:2]
     known = {tensor.untyped_storage()._cdata for tensor in others}
     found: dict[int, int] = {}
 
@@ -213,7 +213,7 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
         stage.memory_report()  # replicas become equal, which is sent once
     if job.ranks.pp > 1:
         pipeline.evaluate(batches)  # a new schedule is compared, which is sent once
-    before = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]())
+    before = sum((stage.fsdp_state.shared.ledger.bytes for stage in pipeline.stages), Counter[str]())
     sent, held, largest = 0, Counter[int](), list[int]()
 
     def sending(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
@@ -247,7 +247,7 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
             stack.enter_context(mock.patch.object(FlatStage, name, replacement))
         counter = stack.enter_context(CopyCounter(min_numel=0))
         pipeline.forward_backward(batches)
-    ledger = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]()) - before
+    ledger = sum((stage.fsdp_state.shared.ledger.bytes for stage in pipeline.stages), Counter[str]()) - before
     return Watched(
         ledger, sum(each.wire for each in counter.collectives if each.name != "identity"), sent, largest
     )
