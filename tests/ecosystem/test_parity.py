@@ -29,7 +29,7 @@ def batches(rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
 def test_plain_models(name: str) -> None:
     found = verify(FAMILIES[name].build, batches, steps=2)
     found.require()
-    assert [row.switch for row in found.rows] == ["flag", "in-place", "reshard"]
+    assert [row.switch for row in found.rows] == ["flag", "reshard"]
 
 
 @on_ranks(2)
@@ -38,4 +38,4 @@ def test_a_fused_llama_in_fp8_with_stored_weights() -> None:
     build = FAMILIES["Llama"]._replace(is_fused=True).build
     found = verify(build, batches, precision=precision, recipe=CurrentScaling(), steps=2)
     found.require()
-    assert [row.switch for row in found.rows] == ["flag", "in-place", "reshard", "fusion", "storage"]
+    assert [row.switch for row in found.rows] == ["flag", "reshard", "fusion", "storage"]

@@ -300,19 +300,15 @@ def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
+def test_adapters_of_a_wrapped_model_are_those_of_the_model_inside(rank: int) -> None:
     from peft import get_peft_model_state_dict
 
-    model = auto_wrap(with_lora(), LLAMA.is_unit)
-    state = model.state_dict()
-    in_place = r"wrapped PEFT model would not find its adapters.*flatfsdp\.shard"
-    with pytest.raises(AttributeError, match=in_place):
-        model.save_pretrained("nowhere")
-    with pytest.raises(RuntimeError, match=in_place):
-        model.module.save_pretrained("nowhere", state_dict=state)
-    with pytest.raises(AttributeError, match=in_place):
-        get_peft_model_state_dict(model, state_dict=state)
-    with pytest.raises(RuntimeError, match=r"past its FlatFSDP.*state dicts of adapters.*flatfsdp\.shard"):
-        get_peft_model_state_dict(model.module)
-    with pytest.raises(AttributeError, match=in_place):
+    adapters = []
+    for share in (shard, auto_wrap):
+        torch.manual_seed(1)
+        model: Any = share(with_lora(), LLAMA.is_unit)
         model.merge_adapter()
+        model.unmerge_adapter()
+        adapters.append(get_peft_model_state_dict(model, state_dict=model.state_dict()))
+    assert len(adapters[0]) > 4 and adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())

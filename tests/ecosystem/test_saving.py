@@ -34,17 +34,12 @@ def read(family: Family, folder: Path) -> Any:
 
 
 @on_ranks(2)
-def test_save_pretrained_of_the_wrapped_module(rank: int) -> None:
-    """The wrapper's state dict is passed in."""
+def test_save_pretrained_of_a_wrapped_model(rank: int) -> None:
     family = FAMILIES["Llama"]
     model = auto_wrap(family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
-    with pytest.raises(AttributeError, match=r"write only a part of it.*flatfsdp\.shard"):
-        model.save_pretrained("nowhere")
     with shared_folder() as folder:
-        # It empties the passed dict, and writes on the first rank.
-        model.module.save_pretrained(folder, state_dict=dict(state))
-        dist.barrier()
+        model.save_pretrained(folder)
         assert_same_values(read(family, folder).state_dict(), state)
 
 
