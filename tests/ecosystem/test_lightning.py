@@ -247,7 +247,7 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
             fit(module)
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
         with pytest.raises(
-            NotImplementedError, match=r"averages a copy .* keep an EMA of flatfsdp\.engine\.ema"
+            NotImplementedError, match=r"averages a copy .* keep an EMA of flatfsdp\.checkpoint\.ema"
         ):
             fit(Program(), callbacks=[callback])
     for precision, plugin in (("bf16-true", "HalfPrecision"), ("64-true", "DoublePrecision")):
