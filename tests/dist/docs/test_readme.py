@@ -406,7 +406,7 @@ def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         done = run_program(*arguments, "--device", "cpu", "--out", folder)
         assert done.returncode == 0, done.stdout + done.stderr
         report = json.loads(Path(folder, "verify-model.json").read_text())
-    assert report["equal"] and [row["switch"] for row in report["rows"]] == ["flag", "in-place", "reshard"]
+    assert report["equal"] and [row["switch"] for row in report["rows"]] == ["flag", "reshard"]
     assert report["rows"][0]["on"]["losses"][0] != report["rows"][0]["on"]["losses"][-1]
 
 
