@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from flatfsdp import by_class, shard
-from tests.support.models import Block, Net, data, flat
+from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
 
 
@@ -116,17 +115,6 @@ def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool)
     ours = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for own, expected in zip(ours, plain.parameters(), strict=True):
         assert torch.equal(own.grad, expected.grad)
-
-
-@on_ranks(2)
-def test_a_copy_of_a_layer_belongs_to_no_unit(rank: int) -> None:
-    model = flat()
-    with model.summon_full_params():
-        average = copy.deepcopy(model.head)
-    average.beside = nn.Linear(20, 30)
-    optimizer = torch.optim.SGD(average.parameters(), lr=0.1)
-    average(torch.ones(1, 20)).sum().backward()
-    optimizer.step()
 
 
 @on_ranks(2)
