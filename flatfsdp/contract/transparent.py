@@ -1,4 +1,4 @@
-"""Names of modules as users know them: `Transparent` wrappers add no level.
+"""Names of modules as users know them: `Transparent` wrappers, and PyTorch's for checkpoints, add no level.
 
 In:   a module tree that may contain wrappers of the engine.
 Out:  its modules, each with the prefix of its state-dict keys.
@@ -23,6 +23,15 @@ class Transparent(nn.Module):
     module: nn.Module
 
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Name of the module in PyTorch's `CheckpointWrapper`, whose state dicts leave the level out."""
+
+
+def _inside(wrapper: nn.Module) -> nn.Module | None:
+    """The module that `wrapper` wraps without a level in names; None for other modules."""
+    return wrapper._modules.get("module" if isinstance(wrapper, Transparent) else _CHECKPOINTED)
+
+
 def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields `module` and all modules below it, parents first, each with its state-dict prefix.
 
@@ -31,12 +40,12 @@ def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            is_wrapped = isinstance(module, Transparent) and child is module.module
+            is_wrapped = child is _inside(module)
             yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
 
 
 def unwrapped(value: Any) -> Any:
     """The module inside all wrappers around it; other objects are what they are."""
-    while isinstance(value, Transparent):
-        value = value.module
+    while isinstance(value, nn.Module) and (inside := _inside(value)) is not None:
+        value = inside
     return value

@@ -179,10 +179,14 @@ def test_parameter_groups_over_shards(flag: bool) -> None:
 def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         param_groups(build(), groups)
+
+
+@pytest.mark.parametrize("norms", [(-1.0, 2.0), (1.0, 0.0)])
+def test_senseless_norms_are_explained(norms: tuple[float, float]) -> None:
     model = build()
-    for norms in ((-1.0, 2.0), (1.0, 0.0)):
-        with pytest.raises(ValueError, match="make sense"):
-            model.clip_grad_norm_(*norms)
+    step(model, 0)
+    with pytest.raises(ValueError, match="make sense"):
+        model.clip_grad_norm_(*norms)
 
 
 def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from flatfsdp import by_class, shard
-from tests.support.models import Block, Net, data, flat
+from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
 
 

@@ -317,7 +317,7 @@ def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
 @RESHARD
 @on_ranks(1, 2)
 def test_a_slot_of_a_flat_parameter_by_itself_is_refused(rank: int, reshard: bool, flag: bool) -> None:
-    """Freezes one parameter of a unit, through the module's tensor, its portion, or summoned."""
+    """Freezes one parameter of a unit, through the module's tensor or summoned."""
     ((tokens,),) = data(rank, 1, 1)
     model = flat(optimize_backward_concat=flag, reshard_after_forward=reshard)
     model(tokens).backward()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -110,6 +111,24 @@ def test_loading_reports_plain_names() -> None:
             ours.load_state_dict(broken)
         assert f'"{prefix}blocks.1.up.bias", "{prefix}head.weight"' in str(error.value)
         assert f'"{prefix}blocks.0.extra"' in str(error.value)
+
+
+@pytest.mark.parametrize("make", [auto_wrap, shard])
+@on_ranks(2)
+def test_checkpoint_wrappers_of_pytorch_add_no_name_either(rank: int, make: Any) -> None:
+    """Around units, and around modules inside, which are wrapped before."""
+    plain, net = plain_net(), plain_net()
+    apply_activation_checkpointing(net, check_fn=lambda each: each is net.head)
+    model = make(net, by_class(Block))
+    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, Block))
+    assert equal(checkpoint.full_state_dict(model), plain.state_dict())
+    checkpoint.load_full_state_dict(model, {name: value + 1 for name, value in plain.state_dict().items()})
+    assert equal(model.state_dict(), {name: value + 1 for name, value in plain.state_dict().items()})
+    named, rest = param_groups(model, [{"params": ["head.weight", "blocks.0.up.weight"]}])
+    assert len(named["params"]) == 2 and len(rest["params"]) == len(list(plain.parameters())) - 2
+    for index, block in enumerate(model.blocks):
+        assert unwrapped(block).fsdp_state.prefix == f"blocks.{index}."
+    trained(model, rank)
 
 
 # ---- bits -----------------------------------------------------------------------------------------------

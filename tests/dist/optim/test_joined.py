@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import Precision, by_class, microbatches, param_groups, shard
-from flatfsdp.engine.api.shard import make_unit
-from flatfsdp.engine.api.wrap import make_units, pick_units
+from flatfsdp.engine.api.shard import make_unit, make_units
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
@@ -41,7 +40,7 @@ Listed = tuple[Any, list[nn.Parameter]]
 def listing_flats(net: nn.Module, *units: type[nn.Module], **options: Any) -> Listed:
     """A model like those of `shard`, but that an optimizer has one parameter of each master shard."""
     make = partial(make_unit, lists_flat=True)
-    model = make_units(net, pick_units(net, by_class(*units)), make, {"precision": Precision(), **options})
+    model = make_units(net, by_class(*units), make, {"precision": Precision(), **options})
     return model, [group.master.flat for _, group in named_groups(model)]
 
 
