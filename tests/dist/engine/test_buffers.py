@@ -142,49 +142,6 @@ def test_first_write_copies_so_that_negative_zero_survives() -> None:
     assert torch.signbit(next(model.parameters()).grad)
 
 
-class WritesMainGrad(torch.autograd.Function):
-    """What a layer with fused weight gradients does: writes main_grad, returns None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.weight.get_main_grad().add_(dy.flatten(0, -2).t().float() @ x.flatten(0, -2).float())
-        return dy @ weight, None
-
-
-class FusedBlock(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = WritesMainGrad.apply(self.norm(x), self.up.weight) + self.up.bias
-        return x + self.down(torch.relu(up))
-
-
-@FLAGS
-@on_ranks(2)
-def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
-    results = []
-    for block in (Block, FusedBlock):
-        torch.manual_seed(0)
-        net = Net()
-        for b in net.blocks:
-            b.__class__ = block
-        for index, b in enumerate(net.blocks):
-            net.blocks[index] = shard(b, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
-        model = shard(net, optimize_backward_concat=flag)
-        weight = model.blocks[0].up.weight
-        assert weight.main_grad is None
-        for tokens in microbatches(model, next(data(rank, 1, 3))):
-            model(tokens).backward()
-        results.append([p.grad for p in model.parameters()])
-    for plain, written in zip(*results, strict=True):
-        torch.testing.assert_close(plain, written, rtol=1e-5, atol=1e-7)
-
-
 def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     model = build()
     tokens = next(data(0, 1, 1))[0]
