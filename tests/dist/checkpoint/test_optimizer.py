@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, shard
+from flatfsdp import Precision, by_class, checkpoint, shard
 from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
 from tests.support.models import Block, Net
 from tests.support.ranks import on_ranks
@@ -170,7 +170,7 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
             optimizer.step()
             optimizer.zero_grad()
 
-    def made() -> tuple[FlatFSDP, torch.optim.Optimizer]:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(1)
         model = shard(nn.Linear(4, 4))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from flatfsdp import FlatFSDP, Precision, by_class, microbatches, shard
+from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.engine.storage import grad_norms
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import named_groups
@@ -25,7 +25,7 @@ from tests.support.tp_models import build_tp, data_rank, tp_mesh
 Parameters = dict[str, nn.Parameter]
 
 
-def trained(rank: int, world_size: int, **options: Any) -> tuple[FlatFSDP, Parameters, Parameters]:
+def trained(rank: int, world_size: int, **options: Any) -> tuple[Any, Parameters, Parameters]:
     """A model after a backward, its shards, and the parameters of a plain model with the same gradients."""
     model = build(**options)
     torch.manual_seed(0)

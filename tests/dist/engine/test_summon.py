@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import FlatFSDP, by_class, microbatches, shard
+from flatfsdp import by_class, microbatches, shard
 from flatfsdp.checkpoint import full_state_dict
 from tests.support.models import Block, Net, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -25,7 +25,7 @@ def tied_net() -> Net:
     return net
 
 
-def wrapped(seed: int = 0, **options: Any) -> tuple[FlatFSDP, nn.Module]:
+def wrapped(seed: int = 0, **options: Any) -> tuple[Any, nn.Module]:
     """The wrapped model, and a plain copy."""
     models = []
     for _ in range(2):
