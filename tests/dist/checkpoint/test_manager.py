@@ -20,7 +20,7 @@ from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
-from tests.support.checkpoints import adamw, equal, full_state, step, wrapped
+from tests.support.checkpoints import adamw, build, equal, full_state, step
 from tests.support.ranks import on_ranks
 
 
@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
 
 
 def after(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
-    model = wrapped(seed)
+    model = build(seed)
     optimizer = adamw(model, grouped=False)
     for number in range(steps):
         step(model, optimizer, number)

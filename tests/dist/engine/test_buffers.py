@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, Precision, Prefetch, by_class, microbatches, shard
-from flatfsdp.engine.in_place.classes import FlatFSDPModule
 from flatfsdp.engine.storage.state import ShardState
+from flatfsdp.engine.units import named_groups
 from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -23,7 +23,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def groups(model: Any) -> list[Any]:
-    return [group for m in model.modules() if isinstance(m, FlatFSDPModule) for group in m.fsdp_state.groups]
+    return [group for _, group in named_groups(model)]
 
 
 def allocated_grads(model: Any) -> int:

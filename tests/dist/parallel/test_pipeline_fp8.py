@@ -89,13 +89,7 @@ class Pipeline:
         per_stage, indices = 4 // total, range(mesh.pp_rank, total, mesh.pp_size)
         parts = [Part(range(per_stage * i, per_stage * (i + 1)), recipe, group) for i in indices]
         self.models: list[Any] = [
-            shard(
-                part,
-                by_class(Block),
-                mesh=mesh.dp,
-                debug=Debug(poison_on_free=True),
-                **options,
-            )
+            shard(part, by_class(Block), mesh=mesh.dp, debug=Debug(poison_on_free=True), **options)
             for part in parts
         ]
         example = torch.empty(TOKENS, WIDTH)
