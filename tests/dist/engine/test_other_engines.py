@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flatfsdp import by_class, shard
+from flatfsdp import shard
 from flatfsdp.engine.units import named_groups
-from tests.support.models import Block, Net, build, data, flat
+from tests.support.models import Net, build, data, flat
 from tests.support.ranks import on_ranks
 
 
@@ -66,11 +66,6 @@ ON_THE_MODEL = AROUND | {
 }
 
 
-def _model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(), by_class(Block), **options)
-
-
 def _shards(model: nn.Module) -> list[Tensor]:
     return [group.master.flat.detach().clone() for _, group in named_groups(model)]
 
@@ -93,7 +88,7 @@ def _train(model: nn.Module, rank: int) -> None:
 def test_an_engine_around_the_model_is_refused_and_changes_nothing(
     rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model()
+    model = build()
     before = _shards(model)
     with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prepare"):
         engine(model)
@@ -106,7 +101,7 @@ def test_an_engine_around_the_model_is_refused_and_changes_nothing(
 def test_an_engine_around_something_that_contains_the_model_is_refused(
     rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model()
+    model = build()
     before = _shards(model)
     with pytest.raises(ValueError, match="around a model that FlatFSDP has sharded"):
         engine(Lightning(model))
@@ -130,7 +125,7 @@ def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], An
 
 @on_ranks(2)
 def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int) -> None:
-    model = _model()
+    model = build()
     fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match="was replaced"):
         model(torch.zeros(2, 7, dtype=torch.long))
