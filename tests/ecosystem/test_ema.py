@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from flatfsdp import Precision, by_class, checkpoint, shard
+from flatfsdp import Precision, checkpoint, shard
 from flatfsdp.checkpoint.ema import EMA
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
-from tests.support.models import Block, Net, data
+from tests.support.models import Net, build, data
 from tests.support.ranks import on_ranks, run_ranks, stop_pools
 
 DECAYS = (0.5, 0.9, 0.9)
-
-
-def net(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(), by_class(Block), **options)
 
 
 def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA, torch.optim.Optimizer]:
@@ -39,7 +34,7 @@ def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA,
 
 def by_hand(rank: int) -> dict[str, Tensor]:
     """The same average of whole tensors."""
-    model = net()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     average = copy.deepcopy(model.state_dict())
     for decay, (tokens,) in zip(DECAYS, data(rank, 3, 1), strict=True):
@@ -57,7 +52,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @on_ranks(2)
 def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
-    model, (held_out,) = net(reshard_after_forward=False), next(data(99, 1, 1))
+    model, (held_out,) = build(reshard_after_forward=False), next(data(99, 1, 1))
     ema, optimizer = trained(model, rank)
     before, expected = model.state_dict(), by_hand(rank)
     plain = Net()
@@ -89,7 +84,7 @@ def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
 
 @on_ranks(2)
 def test_what_cannot_be_averaged_is_named(rank: int) -> None:
-    model = net()
+    model = build()
     with pytest.raises(ValueError, match=r"decay is 1\.5"):
         EMA(model, 1.5)
     with pytest.raises(ValueError, match="contains no unit"):
@@ -107,7 +102,7 @@ def test_what_cannot_be_averaged_is_named(rank: int) -> None:
 @on_ranks(2)
 def test_dtypes(rank: int, dtype: torch.dtype) -> None:
     """An average is computed in the wider dtype, and the weights are rounded once from it."""
-    model = net(precision=Precision(param=torch.bfloat16, grad=torch.bfloat16))
+    model = build(precision=Precision(param=torch.bfloat16, grad=torch.bfloat16))
     before = model.state_dict()
     ema = EMA(model, 0.5, dtype=dtype)
     with torch.no_grad():
@@ -124,7 +119,7 @@ def test_dtypes(rank: int, dtype: torch.dtype) -> None:
 
 
 def saved(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
-    model = net()
+    model = build()
     ema, optimizer = trained(model, rank)
     checkpoint.save(folder / "with", model, optimizer, ema=ema)
     checkpoint.save(folder / "without", model, optimizer)
@@ -137,7 +132,7 @@ def saved(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
 def loaded(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
     found = []
     for resumes in (False, True):
-        model = net()
+        model = build()
         ema = EMA(model)
         before = model.state_dict()
         if resumes:
@@ -179,7 +174,7 @@ def test_save_pretrained_writes_the_average(rank: int) -> None:
 
 @on_ranks(1)
 def test_the_trained_weights_are_back_where_not_all_are_written(rank: int) -> None:
-    model = net()
+    model = build()
     ema, _ = trained(model, rank)
     before = {name: value.clone() for name, value in checkpoint.local_state_dict(model).items()}
     ema.shards[-1] = torch.zeros(3)  # of another size, which cannot be copied
@@ -189,7 +184,7 @@ def test_the_trained_weights_are_back_where_not_all_are_written(rank: int) -> No
 
 
 def fails_on_rank_0(rank: int, _world_size: int) -> None:
-    model = net(timeout=2.0)
+    model = build(timeout=2.0)
     ema, _ = trained(model, rank)
     before = checkpoint.local_state_dict(model)
     before = {name: value.clone() for name, value in before.items()}

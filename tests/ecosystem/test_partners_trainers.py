@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flatfsdp import by_class, shard
 from flatfsdp.engine.whole.units import named_groups
 from tests.support.ecosystem.launched import launched
-from tests.support.models import Block, Net, data
+from tests.support.models import build, data
 from tests.support.ranks import on_ranks
 
 REFUSED = "DistributedDataParallel around a model that FlatFSDP has sharded"
@@ -23,11 +22,6 @@ REFUSED = "DistributedDataParallel around a model that FlatFSDP has sharded"
 def needs(*libraries: str) -> pytest.MarkDecorator:
     missing = [library for library in libraries if find_spec(library) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
-
-
-def _model() -> Any:
-    torch.manual_seed(0)
-    return shard(Net(), by_class(Block))
 
 
 def _shards(model: nn.Module) -> list[Tensor]:
@@ -48,7 +42,7 @@ def test_accelerate_prepares_all_but_the_model(rank: int, world_size: int) -> No
 
 
 def _accelerate(accelerator: Any) -> None:
-    model = _model()
+    model = build()
     before = _shards(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=REFUSED):
@@ -88,7 +82,7 @@ class WithLoss(nn.Module):
 def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
     import transformers
 
-    model = _model()
+    model = build()
     before = _shards(model)
     with launched(rank, world_size):
         arguments = transformers.TrainingArguments(
@@ -116,7 +110,7 @@ def test_lightning_trainer_with_ddp(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    model = _model()
+    model = build()
     before = _shards(model)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -38,7 +38,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
-def wrapped(seed: int, flag: bool = True, **options: Any) -> Any:
+def build(seed: int, flag: bool = True, **options: Any) -> Any:
     torch.manual_seed(seed)
     return flatfsdp.shard(Model(), flatfsdp.by_class(Block), optimize_backward_concat=flag, **options)
 

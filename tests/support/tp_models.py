@@ -141,12 +141,7 @@ def data_rank(mesh: DeviceMesh) -> int:
 
 
 def build_tp(
-    mesh: DeviceMesh | None,
-    *,
-    fused: bool = False,
-    seed: int = 0,
-    replicates: bool = False,
-    **options: Any,
+    mesh: DeviceMesh | None, *, fused: bool = False, seed: int = 0, replicates: bool = False, **options: Any
 ) -> Any:
     """Tensor-parallel over mesh["tp"]; without a mesh, not at all, over all ranks."""
     torch.manual_seed(seed)

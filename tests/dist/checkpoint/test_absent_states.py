@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -263,18 +262,3 @@ def test_saving_copies_no_state(kind: str) -> None:
     parts = (value for state in states for value in state.values() if isinstance(value, ShardedTensor))
     # A piece that is no box is saved as several, of which the first one begins where it does.
     assert own <= {part.tensor.data_ptr() for value in parts for part in value.local_shards()}
-
-
-@on_ranks(2)
-def test_an_ordinary_reader_finds_whole_tensors_under_the_original_names(tmp_path: Path) -> None:
-    model, optimizer = made("AdamW")
-    train(model, optimizer, range(2))
-    moments = {
-        name: {"exp_avg": state["exp_avg"]}
-        for name, state in checkpoint.full_optimizer_state_dict(model, optimizer)["state"].items()
-        if name != "scale"  # which has no dimensions
-    }
-    checkpoint.save(tmp_path, model, optimizer)
-    found = {name: {"exp_avg": torch.zeros_like(state["exp_avg"])} for name, state in moments.items()}
-    dcp.load({"optimizer": {"state": found}}, checkpoint_id=tmp_path)
-    assert equal(found, moments)

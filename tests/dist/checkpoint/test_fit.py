@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, optim, shard
+from flatfsdp import Precision, by_class, checkpoint, optim, shard
 from flatfsdp.checkpoint import loading
 from tests.support.checkpoints import equal, full_state
 from tests.support.ranks import on_ranks, run_ranks
 
 
-def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[FlatFSDP, torch.optim.Optimizer]:
+def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     """Linear layers between these sizes, after one step."""
     torch.manual_seed(len(sizes))
     net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))

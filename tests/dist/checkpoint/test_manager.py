@@ -9,17 +9,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FlatFSDP, shard
+from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
-from tests.support.checkpoints import adamw, equal, full_state, step, wrapped
+from tests.support.checkpoints import adamw, build, equal, full_state, step
 from tests.support.ranks import on_ranks
 
 
@@ -35,15 +36,15 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def after(steps: int, seed: int = 0) -> tuple[FlatFSDP, torch.optim.Optimizer]:
-    model = wrapped(seed)
+def after(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    model = build(seed)
     optimizer = adamw(model, grouped=False)
     for number in range(steps):
         step(model, optimizer, number)
     return model, optimizer
 
 
-def two_saved(folder: Path) -> tuple[CheckpointManager, FlatFSDP, torch.optim.Optimizer]:
+def two_saved(folder: Path) -> tuple[CheckpointManager, Any, torch.optim.Optimizer]:
     """Steps 1 and 2, of the same weights."""
     manager = CheckpointManager(folder)
     model, optimizer = after(1)

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 
 import flatfsdp
 from flatfsdp import checkpoint, shard
-from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
+from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step
 from tests.support.models import Block
 from tests.support.ranks import on_ranks, run_ranks
 
 
 def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
-    model = wrapped(0)
+    model = build(0)
     optimizer = adamw(model, grouped)
     for seed in range(2):
         step(model, optimizer, seed)
@@ -43,7 +43,7 @@ def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
 
 def load(rank: int, world_size: int, folder: str, grouped: bool, form: str) -> bool:
     """Whether a fresh model and optimizer, after loading, equal the saved ones."""
-    model = wrapped(1)
+    model = build(1)
     optimizer = adamw(model, grouped)
     saved = load_form(form, folder, model, optimizer, rank)
     return equal(full_state(model, optimizer), saved)
@@ -93,7 +93,7 @@ def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_asynchronous_saving(tmp_path: Path) -> None:
-    model = wrapped(0)
+    model = build(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
     extra = {"step": torch.tensor(1)}
@@ -109,7 +109,7 @@ def test_asynchronous_saving(tmp_path: Path) -> None:
     extra["step"] += 1
     step(model, optimizer, 1)
     getattr(done, "upload_completion", done).result()
-    other = wrapped(1)
+    other = build(1)
     resumed = adamw(other, False)
     assert checkpoint.load(tmp_path, other, resumed) == {"step": torch.tensor(1)}
     assert equal(full_state(other, resumed), before)
@@ -121,7 +121,7 @@ def local(
     options: dict[str, Any] = {}
     if mesh:
         options["mesh"] = dist.init_device_mesh("cpu", (2, world_size // 2))
-    model = wrapped(0, **options)
+    model = build(0, **options)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
     saved = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
@@ -160,7 +160,7 @@ def test_local_shards_load_where_they_came_from_and_consolidate_offline(mesh: bo
 
 def misfits(rank: int, world_size: int) -> list[str]:
     """Every error comes up on every rank, and leaves model and optimizer as they were."""
-    model = wrapped(0)
+    model = build(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
     before = full_state(model, optimizer)
@@ -183,7 +183,7 @@ def misfits(rank: int, world_size: int) -> list[str]:
     for bad in (strange, short, split, {"state": {}}):
         fails(ValueError, checkpoint.load_full_optimizer_state_dict, model, optimizer, bad if mine else {})
     with pytest.raises(ValueError, match="not the shards of this model"):
-        checkpoint.full_optimizer_state_dict(model, torch.optim.SGD(wrapped(1).parameters(), lr=1.0))
+        checkpoint.full_optimizer_state_dict(model, torch.optim.SGD(build(1).parameters(), lr=1.0))
     assert equal(full_state(model, optimizer), before)
     return messages
 
@@ -213,11 +213,11 @@ def mesh_of(world_size: int) -> dict[str, Any]:
 def test_sharded_checkpoints_of_hybrid_sharding(world_size: int, tmp_path: Path, grouped: bool) -> None:
     """Sharded inside rows, replicated across them: saved, loaded, and trained on."""
     folder = str(tmp_path)
-    model = wrapped(0, **mesh_of(world_size))
+    model = build(0, **mesh_of(world_size))
     optimizer = adamw(model, grouped)
     step(model, optimizer, 0)
     checkpoint.save(folder, model, optimizer)
-    other = wrapped(1, **mesh_of(world_size))
+    other = build(1, **mesh_of(world_size))
     resumed = adamw(other, grouped)
     checkpoint.load(folder, other, resumed)
     for m, o in ((model, optimizer), (other, resumed)):

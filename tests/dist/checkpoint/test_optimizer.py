@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FlatFSDP, Precision, by_class, checkpoint, shard
-from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
+from flatfsdp import Precision, by_class, checkpoint, shard
+from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step
 from tests.support.models import Block, Net
 from tests.support.ranks import on_ranks
 
@@ -22,7 +22,7 @@ from tests.support.ranks import on_ranks
 @on_ranks(1, 3)
 def test_optimizer_state_and_groups_are_those_of_the_plain_model(grouped: bool, flag: bool) -> None:
     """The gathered state is that of torch's optimizer over the plain model's parameters."""
-    model = wrapped(0, flag)
+    model = build(0, flag)
     optimizer = adamw(model, grouped)
     torch.manual_seed(0)
     plain = Model()
@@ -56,12 +56,12 @@ def test_optimizer_state_and_groups_are_those_of_the_plain_model(grouped: bool, 
 @on_ranks(2)
 def test_training_goes_on_as_if_never_stopped() -> None:
     """States in the shards' own dtype, and gradients in main_grad."""
-    model = wrapped(0, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    model = build(0, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
     step(model, optimizer, 0)
     saved = full_state(model, optimizer)
     assert saved["model"]["cube"].dtype == torch.bfloat16
-    other = wrapped(1, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    other = build(1, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
     fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
     other.load_state_dict(saved["model"])
     checkpoint.load_full_optimizer_state_dict(other, fresh, saved["optimizer"])
@@ -74,7 +74,7 @@ def test_training_goes_on_as_if_never_stopped() -> None:
 @on_ranks(1, 2)
 def test_every_portion_counts_its_own_steps() -> None:
     """One state for several portions: each counts its own steps, and what was saved stays as it was."""
-    model, other = wrapped(0), wrapped(1)
+    model, other = build(0), build(1)
     optimizer, resumed = adamw(model, False), adamw(other, True)
     step(model, optimizer, 0)
     state = full_state(model, optimizer)
@@ -93,7 +93,7 @@ def test_every_portion_counts_its_own_steps() -> None:
 
 @on_ranks(2)
 def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
-    model = wrapped(0)
+    model = build(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
     before = full_state(model, optimizer)
@@ -113,7 +113,7 @@ def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
 def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
     """A layer that was frozen joins as a group of its own; the others keep their state."""
     folder = str(tmp_path)
-    model = wrapped(0)
+    model = build(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
     checkpoint.save(folder, model, optimizer)
@@ -149,7 +149,7 @@ def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
 def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
     """A learning rate that is a tensor, as capturable optimizers have."""
     folder = str(tmp_path)
-    model = wrapped(0)
+    model = build(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
     step(model, optimizer, 0)
     checkpoint.save(folder, model, optimizer)
@@ -170,7 +170,7 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
             optimizer.step()
             optimizer.zero_grad()
 
-    def made() -> tuple[FlatFSDP, torch.optim.Optimizer]:
+    def made() -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(1)
         model = shard(nn.Linear(4, 4))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)

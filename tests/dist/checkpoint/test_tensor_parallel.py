@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
-from flatfsdp import FlatFSDP, checkpoint, shard
+from flatfsdp import checkpoint, shard
 from tests.support.checkpoints import FORMS, equal, load_form, step
 from tests.support.models import Block
 from tests.support.ranks import on_ranks, run_ranks
@@ -23,7 +23,7 @@ NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 
 def model_and_optimizer(
     sizes: tuple[int, ...] | None, seed: int, grouped: bool
-) -> tuple[FlatFSDP, torch.optim.Optimizer]:
+) -> tuple[Any, torch.optim.Optimizer]:
     model = build_tp(sizes and tp_mesh(*sizes), seed=seed)
     groups: Any = flatfsdp.param_groups(model, [NO_DECAY]) if grouped else model.parameters()
     return model, flatfsdp.optim.AdamW(groups, lr=1e-2)
@@ -150,9 +150,7 @@ class Stage(nn.Module):
         return x
 
 
-def stages(
-    parts: list[list[int]], shift: float, **options: Any
-) -> tuple[list[FlatFSDP], torch.optim.Optimizer]:
+def stages(parts: list[list[int]], shift: float, **options: Any) -> tuple[list[Any], torch.optim.Optimizer]:
     """Trains each of this rank's stages, alone, for one step, with parameters moved by `shift`."""
     models = [flatfsdp.shard(Stage(part), flatfsdp.by_class(Block), **options) for part in parts]
     chosen = {"params": lambda name, shape: "bias" in name, "weight_decay": 0.0}
@@ -166,7 +164,7 @@ def stages(
     return models, optimizer
 
 
-def states(models: list[FlatFSDP], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def states(models: list[Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Value and optimizer state of each parameter, by name."""
     values = {k: v for model in models for k, v in checkpoint.full_state_dict(model).items()}
     kept = checkpoint.full_optimizer_state_dict(models, optimizer)["state"]

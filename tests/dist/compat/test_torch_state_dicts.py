@@ -17,9 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from flatfsdp import by_class, shard
-from tests.support.checkpoints import Model, adamw, equal, full_state, step, wrapped
-from tests.support.models import Block
+from tests.support.checkpoints import Model, adamw, build, equal, full_state, step
 from tests.support.ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -27,13 +25,8 @@ ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def _model(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return shard(Model(), by_class(Block))
-
-
 def _trained(grouped: bool) -> tuple[Any, torch.optim.Optimizer]:
-    model = _model(0)
+    model = build(0)
     optimizer = adamw(model, grouped)
     step(model, optimizer, 0)
     return model, optimizer
@@ -66,7 +59,7 @@ def test_loading_whole_state_dicts(
     rank: int, options: StateDictOptions, together: bool, grouped: bool
 ) -> None:
     expected = full_state(*_trained(grouped))
-    model = _model(1)
+    model = build(1)
     optimizer = adamw(model, grouped)
     given: dict[str, Any] = expected
     if options.broadcast_from_rank0 and rank > 0:
@@ -89,7 +82,7 @@ def test_loading_whole_state_dicts(
 @pytest.mark.parametrize("from_rank0", [True, False])
 @on_ranks(2)
 def test_loading_names_what_is_missing(rank: int, from_rank0: bool) -> None:
-    model = wrapped(0)
+    model = build(0)
     state = get_model_state_dict(model, options=FULL)
     del state["cube"]
     state["another"] = torch.zeros(2)
@@ -125,7 +118,7 @@ def test_shards_by_name_are_refused(rank: int) -> None:
 @on_ranks(2)
 def test_frozen_parameters_are_left_out(rank: int) -> None:
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    names = set(get_model_state_dict(wrapped(0), options=options))
+    names = set(get_model_state_dict(build(0), options=options))
     assert set(Model().state_dict()) - names == {"frozen.weight", "frozen.bias"}
 
 
@@ -133,7 +126,7 @@ def test_frozen_parameters_are_left_out(rank: int) -> None:
 def test_compiled_models_have_the_names_of_plain_ones(rank: int) -> None:
     model, optimizer = _trained(grouped=False)
     expected = full_state(model, optimizer)
-    other = wrapped(1)
+    other = build(1)
     other_optimizer = adamw(other, False)
     compiled = torch.compile(other, backend="eager")
     set_state_dict(
@@ -148,7 +141,7 @@ def test_compiled_models_have_the_names_of_plain_ones(rank: int) -> None:
 
 @on_ranks(2)
 def test_other_models_have_the_functions_of_pytorch(rank: int) -> None:
-    get_model_state_dict(wrapped(0), options=FULL)
+    get_model_state_dict(build(0), options=FULL)
     net = Model()
     optimizer = torch.optim.AdamW(net.parameters())
     model_state, optimizer_state = get_state_dict(net, optimizer)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, Precision, Prefetch, by_class, microbatches, shard
-from flatfsdp.engine.api.classes import FlatFSDPModule
 from flatfsdp.engine.storage.state import ShardState
+from flatfsdp.engine.whole.units import named_groups
 from tests.support.meshes import REPLICATED
 from tests.support.models import Block, Net, build, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -23,7 +23,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def groups(model: Any) -> list[Any]:
-    return [group for m in model.modules() if isinstance(m, FlatFSDPModule) for group in m.fsdp_state.groups]
+    return [group for _, group in named_groups(model)]
 
 
 def allocated_grads(model: Any) -> int:
@@ -140,49 +140,6 @@ def test_first_write_copies_so_that_negative_zero_survives() -> None:
     model = shard(Constant())
     model(torch.tensor(-0.0)).backward()
     assert torch.signbit(next(model.parameters()).grad)
-
-
-class WritesMainGrad(torch.autograd.Function):
-    """What a layer with fused weight gradients does: writes main_grad, returns None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        ctx.weight.get_main_grad().add_(dy.flatten(0, -2).t().float() @ x.flatten(0, -2).float())
-        return dy @ weight, None
-
-
-class FusedBlock(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = WritesMainGrad.apply(self.norm(x), self.up.weight) + self.up.bias
-        return x + self.down(torch.relu(up))
-
-
-@FLAGS
-@on_ranks(2)
-def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
-    results = []
-    for block in (Block, FusedBlock):
-        torch.manual_seed(0)
-        net = Net()
-        for b in net.blocks:
-            b.__class__ = block
-        for index, b in enumerate(net.blocks):
-            net.blocks[index] = shard(b, optimize_backward_concat=flag, debug=Debug(poison_on_free=True))
-        model = shard(net, optimize_backward_concat=flag)
-        weight = model.blocks[0].up.weight
-        assert weight.main_grad is None
-        for tokens in microbatches(model, next(data(rank, 1, 3))):
-            model(tokens).backward()
-        results.append([p.grad for p in model.parameters()])
-    for plain, written in zip(*results, strict=True):
-        torch.testing.assert_close(plain, written, rtol=1e-5, atol=1e-7)
 
 
 def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:

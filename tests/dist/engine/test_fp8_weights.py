@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import Precision, by_class, checkpoint, fp8, microbatches, shard
+from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import Linear
@@ -26,6 +27,10 @@ from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
 FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def groups_of(model: Any) -> list[Any]:
+    return [group for _, group in named_groups(model)]
 
 
 # ---- the same bits -----------------------------------------------------------------------------------------
@@ -98,19 +103,10 @@ def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
     model.fsdp_state.shared.ledger.reset()
     train(model, rank, 1)
     size = {Role.FP8: 1, Role.COMPUTE: 2}
-    full = sum(
-        group.layout.padded_numel(world_size) * size[group.layout.role]
-        for unit in model.fsdp_state.root.units
-        for group in unit.groups
-    )
+    layouts = [group.layout for group in groups_of(model)]
+    full = sum(layout.padded_numel(world_size) * size[layout.role] for layout in layouts)
     assert model.fsdp_state.shared.ledger.bytes["gather"] == full * (world_size - 1) // world_size
-    weights = sum(
-        slot.numel
-        for unit in model.fsdp_state.root.units
-        for group in unit.groups
-        if group.layout.role is Role.FP8
-        for slot in group.layout.slots
-    )
+    weights = sum(slot.numel for layout in layouts if layout.role is Role.FP8 for slot in layout.slots)
     assert model.fsdp_state.shared.ledger.bytes["transpose"] == 2 * weights
 
 
@@ -124,9 +120,8 @@ def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(
     train(model, rank, steps, count)
     model.fsdp_state.shared.ledger.reset()
     train(model, rank, steps, count)
-    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups]
     padded = dict.fromkeys(Role, 0)
-    for group in groups:
+    for group in groups_of(model):
         padded[group.layout.role] += group.layout.padded_numel(world_size)
     units, gathers = len(model.fsdp_state.root.units), 2 * count if reshard else 1
     ledger = model.fsdp_state.shared.ledger
@@ -200,12 +195,7 @@ def test_frozen_weights(rank: int, world_size: int) -> None:
         model.fsdp_state.shared.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
-        groups = [
-            g
-            for unit in model.fsdp_state.root.units
-            for g in unit.groups
-            if g.trains or g.operands.columnwise is None
-        ]
+        groups = [g for g in groups_of(model) if g.trains or g.operands.columnwise is None]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.fsdp_state.shared.ledger.bytes["cast"] == expected
@@ -321,12 +311,7 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
 def test_transposes_are_freed_after_the_backward(rank: int, options: dict[str, Any]) -> None:
     model = build(True, BF16, True, **options)
     train(model, rank, 1)
-    groups = [
-        group
-        for unit in model.fsdp_state.root.units
-        for group in unit.groups
-        if group.layout.role is Role.FP8
-    ]
+    groups = [group for group in groups_of(model) if group.layout.role is Role.FP8]
     assert groups and not any(group.state.has_transposes for group in groups)
 
 

@@ -26,23 +26,25 @@ MATRICES = [name for name in NAMES if name.endswith("weight")]
 """What is not a bias, a scale or a shift."""
 
 
-@SETUP
-@on_ranks(1, 2)
-def test_biases_first_and_then_all(setup: dict[str, Any]) -> None:
-    twins = Twins(slot_net(), **setup)
-    for frozen in (MATRICES, MATRICES, [], []):
-        twins.freeze(frozen)
-        twins.step(STEP)
-        twins.zero_grad()
+UNIT = [name for name in NAMES if name.startswith("units.0.")]
+SCHEDULES: dict[str, list[list[str]]] = {
+    "biases first": [MATRICES, MATRICES, [], []],
+    "one after the other": [[], UNIT[:1], UNIT[:3], UNIT, UNIT[1:], ["heads.0.bias", *UNIT[::2]], []],
+    "sharded frozen": [MATRICES, MATRICES[1:], [], ["units.0.scale"]],
+}
+"""What is frozen in each step; optimizers keep the states of what is frozen for a while."""
 
 
 @SETUP
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(1, 2)
-def test_parameters_frozen_for_a_while_keep_their_state(setup: dict[str, Any]) -> None:
-    """Frozen by themselves, one after the other, until all of a unit is frozen, and back."""
-    twins = Twins(slot_net(), **setup)
-    unit = [name for name in NAMES if name.startswith("units.0.")]
-    for frozen in ([], unit[:1], unit[:3], unit, unit[1:], ["heads.0.bias", *unit[::2]], []):
+def test_training_is_that_of_plain_pytorch(setup: dict[str, Any], schedule: str) -> None:
+    net = slot_net()
+    if schedule == "sharded frozen":
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name not in MATRICES)
+    twins = Twins(net, **setup)
+    for frozen in SCHEDULES[schedule]:
         twins.freeze(frozen)
         twins.step(STEP)
         twins.zero_grad()
@@ -69,19 +71,6 @@ def test_what_is_frozen_neither_moves_nor_has_a_gradient(setup: dict[str, Any]) 
 def test_norms_leave_out_what_is_frozen(update: Any) -> None:
     twins = Twins(slot_net(), "our AdamW", update=update)
     for frozen in (["units.0.scale", "inlet.bias"], []):
-        twins.freeze(frozen)
-        twins.step(STEP)
-        twins.zero_grad()
-
-
-@SETUP
-@on_ranks(2)
-def test_a_model_that_was_sharded_with_frozen_parameters_is_unfrozen(setup: dict[str, Any]) -> None:
-    net = slot_net()
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(name not in MATRICES)
-    twins = Twins(net, **setup)
-    for frozen in (MATRICES, MATRICES[1:], [], ["units.0.scale"]):
         twins.freeze(frozen)
         twins.step(STEP)
         twins.zero_grad()

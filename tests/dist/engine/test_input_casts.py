@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,6 +265,9 @@ def test_there_are_hooks_only_where_something_is_cast() -> None:
         model.state_dict()
         assert not hooked(model)
     model = net()
+    # Others' hooks, partial functions or not, are no casts.
+    for hook in (partial(lambda *_: None), lambda *_: None):
+        model.blocks[0].up.register_forward_pre_hook(hook)
     for _ in range(2):
         model(x, labels)
         assert hooked(model) == ["embedding", "head"]

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from flatfsdp import Debug, Precision, by_class, checkpoint, microbatches, shard
-from flatfsdp.checkpoint.local import (
-    consolidate,
-    load_local_state_dict,
-    local_metadata,
-    local_state_dict,
-)
+from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.engine.storage.shard_grad import plain

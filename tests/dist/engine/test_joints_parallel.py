@@ -67,11 +67,7 @@ class Trained(NamedTuple):
 
 
 def train(
-    mesh: DeviceMesh,
-    flag: bool,
-    reshard: bool,
-    sequence_parallel: bool,
-    precision: Precision | None = None,
+    mesh: DeviceMesh, flag: bool, reshard: bool, sequence_parallel: bool, precision: Precision | None = None
 ) -> Trained:
     """Losses, norms of gradients and whole parameters of two steps; in FP8 where weights are stored so."""
     options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}

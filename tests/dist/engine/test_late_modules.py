@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from flatfsdp import by_class, shard
-from tests.support.models import Block, Net, data
+from flatfsdp import shard
+from tests.support.models import Block, Net, build, data, flat
 from tests.support.ranks import on_ranks
 
 
@@ -26,11 +27,6 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
-
-
-def _model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(), by_class(Block), **options)
 
 
 def _lora(model: Any) -> None:
@@ -60,7 +56,7 @@ def _resized(model: Any) -> None:
 )
 @on_ranks(2)
 def test_new_parameters_below_a_unit_are_refused(rank: int, change: Callable[[Any], None]) -> None:
-    model = _model()
+    model = build()
     modules = dict(model.named_modules())
     with pytest.raises(TypeError, match=r"brings parameter .* is built already.*Change the model"):
         change(model)
@@ -84,7 +80,7 @@ def _fewer_blocks(model: Any) -> None:
 def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(
     rank: int, change: Callable[[Any], None]
 ) -> None:
-    model = _model()
+    model = build()
     with pytest.raises(TypeError, match="is replaced in a unit that is built already"):
         change(model)
 
@@ -99,8 +95,8 @@ class Loss(nn.Module):
 @pytest.mark.parametrize("flag", [True, False])
 @on_ranks(2)
 def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool) -> None:
-    plain = _model(optimize_backward_concat=flag)
-    model = _model(optimize_backward_concat=flag)
+    plain = build(optimize_backward_concat=flag)
+    model = build(optimize_backward_concat=flag)
     model.loss = Loss()
     model.blocks[0].loss = Loss()
     model.teacher = Net().requires_grad_(False)

@@ -35,13 +35,7 @@ def test_trains_like_a_model_built_in_memory(rank: int, flag: bool) -> None:
         ordinary.apply(init)
     options: dict[str, Any] = {"optimize_backward_concat": flag}
     expected = shard(ordinary, by_class(Block), **options)
-    model = shard(
-        on_meta(Net),
-        by_class(Block),
-        device="cpu",
-        param_init_fn=init,
-        **options,
-    )
+    model = shard(on_meta(Net), by_class(Block), device="cpu", param_init_fn=init, **options)
     same = same_trace(train(model, rank), train(expected, rank))
     assert all(same.values()), same
 
@@ -90,16 +84,9 @@ def test_what_cannot_be_initialised_is_named() -> None:
     with pytest.raises(ValueError, match=r"parameter weight is on the meta device; pass device="):
         shard(on_meta(lambda: nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"1 \(NoReset\) .* pass param_init_fn="):
-        shard(
-            on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())),
-            device="cpu",
-        )
+        shard(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())), device="cpu")
     with pytest.raises(ValueError, match=r"0\.weight .* still uninitialised after param_init_fn"):
-        shard(
-            on_meta(lambda: nn.Sequential(nn.Linear(2, 2))),
-            device="cpu",
-            param_init_fn=lambda m: None,
-        )
+        shard(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), device="cpu", param_init_fn=lambda m: None)
 
 
 def test_what_is_in_memory_already_keeps_its_values() -> None:
@@ -127,10 +114,7 @@ class Masked(nn.Module):
 
 def test_buffers_are_made_and_checked_too() -> None:
     inner = shard(nn.Linear(3, 3))
-    model = shard(
-        nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))),
-        device="cpu",
-    )
+    model = shard(nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))), device="cpu")
     assert bool(model[1].mask.all()) and torch.equal(model[1].table, torch.full((3,), 2.0))
     with pytest.raises(ValueError, match=r"0\.mask .* still uninitialised"):
         shard(on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu")

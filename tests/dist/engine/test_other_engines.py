@@ -4,6 +4,7 @@ that is wrong, before it changes anything."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flatfsdp import by_class, shard
+from flatfsdp import shard
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.models import Block, Net, build, data, flat
+from tests.support.models import Net, build, data, flat
 from tests.support.ranks import on_ranks
 
 
@@ -30,18 +31,6 @@ class Lightning(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.net(tokens) + self.bias.sum()
-
-
-def _ddp(module: nn.Module) -> Any:
-    return DistributedDataParallel(module)
-
-
-def _data_parallel(module: nn.Module) -> Any:
-    return DataParallel(module)
-
-
-def _fsdp1(module: nn.Module) -> Any:
-    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
 
 
 def _fully_shard(module: nn.Module) -> Any:
@@ -63,13 +52,18 @@ def _replicate_with_fsdp(module: nn.Module) -> Any:
     return replicate(module, mesh=init_device_mesh("cpu", (2,)))
 
 
-AROUND = [_ddp, _data_parallel, _fsdp1, _fully_shard]
-ON_THE_MODEL = [*AROUND, _fully_shard_two, _replicate, _replicate_with_fsdp]
-
-
-def _model(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(), by_class(Block), **options)
+_fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+AROUND = {
+    "DDP": DistributedDataParallel,
+    "DataParallel": DataParallel,
+    "FSDP1": _fsdp1,
+    "fully_shard": _fully_shard,
+}
+ON_THE_MODEL = AROUND | {
+    "fully_shard of two": _fully_shard_two,
+    "replicate": _replicate,
+    "replicate of FSDP2": _replicate_with_fsdp,
+}
 
 
 def _shards(model: nn.Module) -> list[Tensor]:
@@ -89,12 +83,12 @@ def _train(model: nn.Module, rank: int) -> None:
     assert not any(map(torch.equal, _shards(model), before))
 
 
-@pytest.mark.parametrize("engine", ON_THE_MODEL, ids=lambda e: e.__name__.strip("_"))
+@pytest.mark.parametrize("engine", ON_THE_MODEL.values(), ids=ON_THE_MODEL)
 @on_ranks(2)
 def test_an_engine_around_the_model_is_refused_and_changes_nothing(
     rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model()
+    model = build()
     before = _shards(model)
     with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prepare"):
         engine(model)
@@ -102,12 +96,12 @@ def test_an_engine_around_the_model_is_refused_and_changes_nothing(
     _train(model, rank)
 
 
-@pytest.mark.parametrize("engine", AROUND, ids=lambda e: e.__name__.strip("_"))
+@pytest.mark.parametrize("engine", AROUND.values(), ids=AROUND)
 @on_ranks(2)
 def test_an_engine_around_something_that_contains_the_model_is_refused(
     rank: int, engine: Callable[[nn.Module], Any]
 ) -> None:
-    model = _model()
+    model = build()
     before = _shards(model)
     with pytest.raises(ValueError, match="around a model that FlatFSDP has sharded"):
         engine(Lightning(model))
@@ -120,9 +114,7 @@ def test_an_engine_around_something_that_contains_the_model_is_refused(
         _train(model, rank)
 
 
-@pytest.mark.parametrize(
-    "engine", [_ddp, _fsdp1, _replicate, _fully_shard], ids=lambda e: e.__name__.strip("_")
-)
+@pytest.mark.parametrize("engine", [DistributedDataParallel, _fsdp1, _replicate, _fully_shard])
 @on_ranks(2)
 def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], Any]) -> None:
     net = Net()
@@ -133,7 +125,7 @@ def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], An
 
 @on_ranks(2)
 def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int) -> None:
-    model = _model()
+    model = build()
     fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match="was replaced"):
         model(torch.zeros(2, 7, dtype=torch.long))

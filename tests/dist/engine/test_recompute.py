@@ -18,13 +18,16 @@ from tests.support.ranks import on_ranks
 @pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("around", [False, True], ids=["inside the unit", "around the unit"])
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 @on_ranks(2)
-def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool, flag: bool) -> None:
+def test_recomputation_changes_nothing(
+    rank: int, reshard: bool, around: bool, reentrant: bool, flag: bool
+) -> None:
     traces = []
     for net in (Net, partial(RecomputedNet, reentrant, around)):
         torch.manual_seed(0)
-        options: dict[str, Any] = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
-        traces.append(train(shard(net(), by_class(Block), **options), rank))
+        options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+        traces.append(train(shard(net(), by_class(Block), debug=Debug(poison_on_free=True), **options), rank))
     result = same_trace(*traces)
     assert all(result.values()), result
 

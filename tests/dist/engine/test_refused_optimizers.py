@@ -14,12 +14,8 @@ from torch import nn
 import flatfsdp.optim
 from flatfsdp import by_class, param_groups, shard
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data
+from tests.support.models import Block, Net, build, data, flat
 from tests.support.ranks import on_ranks
-
-
-def _model(**options: Any) -> Any:
-    return shard(Net(), by_class(Block), **options)
 
 
 def _backward(model: nn.Module, rank: int) -> None:
@@ -63,7 +59,7 @@ def test_an_optimizer_from_before_on_the_meta_device_is_refused(rank: int) -> No
 @pytest.mark.parametrize("flag", [True, False])
 @on_ranks(2)
 def test_an_optimizer_of_what_the_forward_reads_is_refused(rank: int, flag: bool) -> None:
-    model = _model(optimize_backward_concat=flag)
+    model = build(optimize_backward_concat=flag)
     optimizer = torch.optim.SGD([model.head.weight, model.head.bias], lr=0.1)
     _backward(model, rank)
     with pytest.raises(ValueError, match=r"has parameter head\.weight"):
@@ -72,7 +68,7 @@ def test_an_optimizer_of_what_the_forward_reads_is_refused(rank: int, flag: bool
 
 @on_ranks(2)
 def test_an_optimizer_built_inside_summon_is_refused(rank: int) -> None:
-    model = _model()
+    model = build()
     with model.summon_full_params():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _backward(model, rank)
@@ -96,7 +92,7 @@ class FusedLayerwise(Lamb):
 def test_an_optimizer_of_whole_parameters_is_refused(
     rank: int, kind: type[torch.optim.Optimizer], grouped: bool
 ) -> None:
-    model = _model()
+    model = build()
     parameters: Any = model.parameters()
     if grouped:
         groups = param_groups(model, [{"params": lambda _, shape: len(shape) < 2}])
@@ -107,7 +103,7 @@ def test_an_optimizer_of_whole_parameters_is_refused(
 
 @on_ranks(2)
 def test_an_optimizer_is_refused_that_is_given_shards_later() -> None:
-    net, model = Net(), _model()
+    net, model = Net(), build()
     optimizer = torch.optim.Adafactor(net.parameters())
     with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
         optimizer.add_param_group({"params": list(model.parameters())})
@@ -135,7 +131,7 @@ def _by_dim(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, flatfsdp.optim.AdamW])
 @on_ranks(2)
 def test_groups_by_dim_that_decay_nothing_are_refused(rank: int, kind: type[torch.optim.Optimizer]) -> None:
-    model = _model()
+    model = build()
     optimizer = kind(_by_dim(model), lr=0.1)
     _backward(model, rank)
     before = _shards(model)
@@ -146,11 +142,11 @@ def test_groups_by_dim_that_decay_nothing_are_refused(rank: int, kind: type[torc
 
 @on_ranks(2)
 def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
-    """Only vectors; a rank whose part of the model is not decayed; nothing left to train."""
+    """Only vectors; a rank whose part of flat parameters is not decayed; nothing left to train."""
     vectors = shard(nn.LayerNorm(20))
-    model = build()
+    model = flat()
     small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])
-    assert any(p.numel() for p in small[0]["params"]) == (rank == 1)
+    assert not (small[0]["params"] if rank == 0 else ())
     plain = Net().requires_grad_(False)
     for groups in (_by_dim(vectors), [*small[:1], {**small[1], "weight_decay": 0.0}], _by_dim(plain)):
         optimizer = torch.optim.AdamW(groups, lr=0.1)
@@ -165,7 +161,7 @@ OPTIMIZERS = {"torch": torch.optim.AdamW, "ours": flatfsdp.optim.AdamW}
 @on_ranks(1, 2)
 def test_a_step_without_a_backward_is_refused(rank: int, make: str) -> None:
     """`inputs=` of listed shards asks for nothing that the graph has."""
-    model = _model()
+    model = build()
     optimizer = OPTIMIZERS[make](model.parameters(), lr=0.1)
     tokens = next(data(rank, 1, 1))[0]
     before = _shards(model)
@@ -181,7 +177,7 @@ def test_a_step_without_a_backward_is_refused(rank: int, make: str) -> None:
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @on_ranks(2)
 def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: str) -> None:
-    generator, critic = _model(), _model()
+    generator, critic = build(), build()
     first, second = (OPTIMIZERS[make](model.parameters(), lr=0.1) for model in (generator, critic))
     tokens = next(data(rank, 1, 1))[0]
     # Before any forward, as for a scheduler; after an evaluation; twice after one backward.
@@ -210,7 +206,7 @@ def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: 
 
 @on_ranks(2)
 def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
-    model = _model()
+    model = build()
     names = dict(model.named_parameters())
     head = torch.optim.SGD([p for name, p in names.items() if "blocks" not in name], lr=0.1)
     blocks = torch.optim.SGD([p for name, p in names.items() if "blocks" in name], lr=0.1)
@@ -223,7 +219,7 @@ def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_failed_step_leaves_an_optimizer_free(rank: int) -> None:
-    model = _model()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(next(data(rank, 1, 1))[0])
     loss.register_hook(lambda _: (_ for _ in ()).throw(ValueError("by intention")))
@@ -285,7 +281,7 @@ def test_each_ranks_own_state_is_loaded(rank: int, make: str) -> None:
         fresh.load_state_dict(state_dict)
         found = [state["exp_avg"] for state in fresh.state_dict()["state"].values()]
         assert all(map(torch.equal, found, moments))
-    replicated = _model(mesh=replicating())
+    replicated = build(mesh=replicating())
     optimizer = OPTIMIZERS[make](replicated.parameters(), lr=0.1)
     file = [_through_a_file(optimizer.state_dict())]
     dist.broadcast_object_list(file)
@@ -298,7 +294,7 @@ def test_a_plain_models_state_is_refused(rank: int) -> None:
     plain = torch.optim.AdamW(net.parameters(), lr=0.1)
     _backward(net, rank)
     plain.step()
-    optimizer = torch.optim.AdamW(_model().parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(build().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"'exp_avg' of shape .*its model was not sharded"):
         optimizer.load_state_dict(plain.state_dict())
 

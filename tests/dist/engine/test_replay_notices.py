@@ -234,12 +234,7 @@ CHANGES: list[Change] = [
     mode_of_a_class,
     *(
         a_hook(f"register_{kind}")
-        for kind in (
-            "forward_hook",
-            "forward_pre_hook",
-            "full_backward_hook",
-            "full_backward_pre_hook",
-        )
+        for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
     ),
     hook_in_the_dict,
     recordable_hook,

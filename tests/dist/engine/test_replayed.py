@@ -46,10 +46,10 @@ def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
     assert step.replays >= case.count * len(steps) - 4 * kinds
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
 @on_ranks(2)
-def test_what_happens_between_steps(rank: int, reshard: bool) -> None:
-    case = Case("", reshard, 3)
+def test_what_happens_between_steps(rank: int) -> None:
+    """With ZeRO-2, where gathered weights stay; `test_replay_notices.py` has changes with ZeRO-3 as well."""
+    case = Case("", False, 3)
     for event in EVENTS.values():
         assert compare(case, rank, steps_of(case, event)).replays > 0
 

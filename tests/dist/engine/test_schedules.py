@@ -140,25 +140,6 @@ def test_a_failed_microbatch_leaves_the_next_step_clean(
 
 @FLAGS
 @on_ranks(2)
-def test_zero_grad_drops_what_was_never_reduced(rank: int, flag: bool) -> None:
-    """The same with no_sync() and zero_grad() instead of `microbatches`; the failure is in user code."""
-    model = build(optimize_backward_concat=flag)
-    failing, clean = data(rank, 2, 2)
-
-    def fail_after_the_first() -> None:
-        with model.no_sync():
-            model(failing[0]).backward()
-            raise BoomError
-
-    with pytest.raises(BoomError):
-        fail_after_the_first()
-    model.zero_grad()
-    fresh = build(optimize_backward_concat=flag)
-    assert same(with_no_sync(model, clean), with_no_sync(fresh, clean))
-
-
-@FLAGS
-@on_ranks(2)
 def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: bool) -> None:
     """The last microbatch's backward fails after some units have been reduced."""
     torch.manual_seed(0)

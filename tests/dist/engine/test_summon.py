@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import FlatFSDP, by_class, microbatches, shard
+from flatfsdp import by_class, microbatches, shard
 from flatfsdp.checkpoint import full_state_dict
 from tests.support.models import Block, Net, data, grads_of, same
 from tests.support.ranks import on_ranks
@@ -25,8 +25,8 @@ def tied_net() -> Net:
     return net
 
 
-def wrapped(seed: int = 0, **options: Any) -> tuple[FlatFSDP, nn.Module]:
-    """The wrapped model, and a plain copy."""
+def pair(seed: int = 0, **options: Any) -> tuple[Any, nn.Module]:
+    """A sharded model, and a plain copy."""
     models = []
     for _ in range(2):
         torch.manual_seed(seed)
@@ -37,7 +37,7 @@ def wrapped(seed: int = 0, **options: Any) -> tuple[FlatFSDP, nn.Module]:
 @FLAGS
 @on_ranks(1, 2)
 def test_inside_the_module_is_the_plain_one(flag: bool) -> None:
-    model, plain = wrapped(optimize_backward_concat=flag)
+    model, plain = pair(optimize_backward_concat=flag)
     outside = [name for name, _ in model.named_parameters()]
     with model.summon_full_params():
         ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
@@ -71,7 +71,7 @@ def test_changes_are_written_back_or_not(
     rank: int, world_size: int, options: dict[str, Any], flag: bool
 ) -> None:
     mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
-    model, plain = wrapped(optimize_backward_concat=flag, **mesh)
+    model, plain = pair(optimize_backward_concat=flag, **mesh)
     before = full_state_dict(model)
     with model.summon_full_params(writeback=False, **options):
         if rank == 0 or "rank0_only" not in options:
@@ -91,7 +91,7 @@ def test_changes_are_written_back_or_not(
 
 @on_ranks(2)
 def test_one_unit_alone() -> None:
-    model, plain = wrapped()
+    model, plain = pair()
     with model.summon_full_params(recurse=False):
         # Local shards are flat.
         assert [name for name, p in model.named_parameters() if p.dim() == 2] == ["embedding.weight"]
@@ -107,7 +107,7 @@ def untie(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> None:
-    model, _ = wrapped()
+    model, _ = pair()
     before = full_state_dict(model)
     with pytest.raises(ValueError, match=r"up\.weight was given shape \(3,\)"):
         with model.summon_full_params():
@@ -149,7 +149,7 @@ def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> N
 @on_ranks(2)
 def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, reshard: bool) -> None:
     options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    (model, _), (other, _) = wrapped(**options), wrapped(**options)
+    (model, _), (other, _) = pair(**options), pair(**options)
     ((*batches,),) = data(rank, 1, 3)
     for m in (model, other):
         for tokens in microbatches(m, batches):
@@ -163,7 +163,7 @@ def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, r
 @on_ranks(2)
 def test_nothing_is_lost_or_written_by_halves() -> None:
     """Writes that would be overwritten at the end raise, and a bad parameter writes back none."""
-    model, _ = wrapped()
+    model, _ = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.zeros(1, 2, dtype=torch.long)).backward()
 

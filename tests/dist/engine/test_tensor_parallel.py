@@ -131,12 +131,7 @@ def test_partial_gradients_are_summed_in_fp32() -> None:
     layer = nn.Linear(1, 1, bias=False)
     declare_whole(layer.weight, partial_grad=True)
     precision = Precision(reduce=torch.bfloat16, accumulate=torch.bfloat16)
-    model = shard(
-        layer,
-        mesh=mesh["dp"],
-        tp_group=mesh.get_group("tp"),
-        precision=precision,
-    )
+    model = shard(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), precision=precision)
     part = 1.0 if mesh.get_local_rank("tp") else 2.0**-10
     model(torch.tensor([[part]])).sum().backward()
     if mesh.get_local_rank("dp") == 0:
@@ -210,11 +205,7 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
         shard(block(), mesh=mesh["dp"], tp_group=mesh["tp"])
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
-        shard(
-            block(),
-            mesh=DeviceMesh.from_group(alone, "cpu"),
-            tp_group=dist.group.WORLD,
-        )
+        shard(block(), mesh=DeviceMesh.from_group(alone, "cpu"), tp_group=dist.group.WORLD)
     with pytest.raises(
         ValueError, match=r"weight is of a layer that ranks \[\d, \d\] share, .* got a tp_group"
     ):
@@ -239,11 +230,7 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"weight is a DTensor; .* without parallelize_module or"):
         shard(parallelized, mesh=mesh["dp"], tp_group=tp_group)
     inner = shard(nn.Linear(2, 2), mesh=mesh["dp"])
-    outer = shard(
-        nn.Sequential(inner, nn.Linear(2, 2)),
-        mesh=mesh["dp"],
-        tp_group=tp_group,
-    )
+    outer = shard(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
     with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
         outer(torch.zeros(1, 2))
 

@@ -339,10 +339,7 @@ def test_a_slot_of_a_flat_parameter_by_itself_is_refused(rank: int, reshard: boo
 def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
     torch.manual_seed(0)
     layer = Linear(32, 32, bias=False).requires_grad_(False)
-    model = shard(
-        layer,
-        precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()),
-    )
+    model = shard(layer, precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()))
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="sharded with frozen weights that it stores in FP8"):
         model(torch.zeros(16, 32))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flatfsdp.optim
 from flatfsdp import Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, whole_grads
+from tests.support.models import build, data, flat, whole_grads
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -176,7 +176,7 @@ def test_portions_have_markers_of_their_own(rank: int, flag: bool) -> None:
     groups = [{"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}]
     found = []
     for zeroes in (True, False):
-        model = build(optimize_backward_concat=flag)
+        model = flat(optimize_backward_concat=flag)
         optimizer = torch.optim.AdamW(param_groups(model, groups), lr=0.1)
         if zeroes:
             accumulate(model, bad)

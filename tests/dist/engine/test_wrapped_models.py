@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.optim import AdamW
-from tests.support.models import Block, build, data, grads_of, same
+from tests.support.models import Block, data, grads_of, same
+from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])

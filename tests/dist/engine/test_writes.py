@@ -33,10 +33,7 @@ class Renormed(nn.Module):
 def small(seed: int = 0, **options: Any) -> Any:
     """Two units; the inner one writes."""
     torch.manual_seed(seed)
-    return shard(
-        nn.Sequential(shard(Renormed(), **options), nn.Linear(4, 4)),
-        **options,
-    )
+    return shard(nn.Sequential(shard(Renormed(), **options), nn.Linear(4, 4)), **options)
 
 
 def tokens_of(rank: int) -> Tensor:

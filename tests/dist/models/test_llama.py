@@ -164,12 +164,7 @@ def test_flatfsdp_gives_values_to_what_was_built_on_meta() -> None:
     flats = []
     for device in ("cpu", "meta"):
         model = Llama(CONFIG, range(2, 4), seed=3, device=device)
-        wrapped = shard(
-            model,
-            by_class(TransformerLayer),
-            device="cpu",
-            param_init_fn=model.initialize,
-        )
+        wrapped = shard(model, by_class(TransformerLayer), device="cpu", param_init_fn=model.initialize)
         flats.append([p.detach() for p in wrapped.parameters()])
     assert same(*flats)
 

@@ -116,12 +116,7 @@ def of_stack(rank: int, kind: str, mode: str, optimizer: Any = None, **options: 
         model = stored_weights.build(True, BF16, **options)
     else:
         precision = Precision(compute=torch.float32 if kind == "fp32" else BF16)
-        model = shard(
-            seeded(Stack),
-            by_class(Block),
-            precision=precision,
-            **options,
-        )
+        model = shard(seeded(Stack), by_class(Block), precision=precision, **options)
 
     def run(step: int, factor: float) -> list[Tensor]:
         losses = []
@@ -244,9 +239,7 @@ def of_llama(pp: int, tp: int, mode: str, **options: Any) -> Training:
 
 @MODES
 @pytest.mark.parametrize(
-    ("pp", "tp", "options"),
-    [(1, 2, {"sequence_parallel": True}), (2, 1, {})],
-    ids=["tp2", "pp2"],
+    ("pp", "tp", "options"), [(1, 2, {"sequence_parallel": True}), (2, 1, {})], ids=["tp2", "pp2"]
 )
 @on_ranks(2)
 def test_tensor_parallel_and_pipelines_in_fp8(pp: int, tp: int, options: Any, mode: str) -> None:
@@ -383,12 +376,7 @@ def test_units_with_and_without_tensor_parallel_ranks(rank: int) -> None:
     split = Linear(4, 8, parallel_mode="column", tp_group=dist.group.WORLD)
     plain = shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone, "cpu"))
     model = nn.Sequential(
-        plain,
-        shard(
-            split,
-            mesh=DeviceMesh.from_group(alone, "cpu"),
-            tp_group=dist.group.WORLD,
-        ),
+        plain, shard(split, mesh=DeviceMesh.from_group(alone, "cpu"), tp_group=dist.group.WORLD)
     )
     optimizer = SGD(model.parameters(), lr=0.1, nonfinite="skip")
     for parameter in model.parameters():
@@ -410,10 +398,7 @@ def test_experts_beside_two_grids_of_all_ranks(rank: int) -> None:
     units = [
         shard(nn.Linear(8, 8), mesh=mesh),
         shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(everyone, "cpu")),
-        shard(
-            nn.Linear(8, 8),
-            mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu"),
-        ),
+        shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(pairs[rank // 2], "cpu")),
     ]
     model = shard(nn.Sequential(nn.Linear(8, 8), *units))
     optimizer = AdamW(model.parameters(), nonfinite="skip")

@@ -83,11 +83,7 @@ def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
     mesh = tp_mesh(2, 2)
     options = {"mesh": mesh["dp"], "tp_group": mesh.get_group("tp")}
     # One rank of each tensor-parallel group counts nothing, in FP64.
-    wide = shard(
-        nn.Linear(3, 3),
-        precision=Precision(*[torch.float64] * 4),
-        **options,
-    )
+    wide = shard(nn.Linear(3, 3), precision=Precision(*[torch.float64] * 4), **options)
     wide(torch.ones(2, 3)).sum().backward()
     expected = torch.tensor(3 * (3 * 4 + 4.0), dtype=torch.float64).sqrt()
     norm = wide.clip_grad_norm_(0.5)

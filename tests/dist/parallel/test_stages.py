@@ -83,13 +83,7 @@ def load(rank: int, world_size: int, folder: str, expected: dict[str, Tensor]) -
         mesh = mesh_of(pp=1, tp=tp)
         options: dict[str, Any] = {"tp_group": mesh.tp_group} if tp > 1 else {}
         llama = Llama(CONFIG, seed=7, recipe=RECIPE, **options)
-        model = shard(
-            llama,
-            by_class(TransformerLayer),
-            mesh=mesh.dp,
-            precision=BF16,
-            **options,
-        )
+        model = shard(llama, by_class(TransformerLayer), mesh=mesh.dp, precision=BF16, **options)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         checkpoint.load(folder, model, optimizer)
         found = dict(checkpoint.full_state_dict(model))

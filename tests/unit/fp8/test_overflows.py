@@ -228,10 +228,7 @@ def test_names_are_those_before_wrapping(recipe: Any) -> None:
 @pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
 def test_weights_that_are_kept_in_fp8_are_not_counted(recipe: Any) -> None:
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = shard(
-        nn.Sequential(Linear(WIDTH, FFN), Linear(FFN, WIDTH)),
-        precision=precision,
-    )
+    model = shard(nn.Sequential(Linear(WIDTH, FFN), Linear(FFN, WIDTH)), precision=precision)
     with count_overflows(model) as overflows:
         step(model, recipe, steady().bfloat16())
     of_each = {"input": counts(1), "grad_output": counts(1)}

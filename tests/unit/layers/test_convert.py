@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, shard
+from flatfsdp import shard
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.layers.convert import ConvertedLinear
@@ -170,10 +169,9 @@ def test_subclasses_compute_something_else() -> None:
     assert [isinstance(layer, ConvertedLinear) for layer in converted] == [False, False, True]
 
 
-@pytest.mark.parametrize("sharded", [shard, FlatFSDP])
-def test_a_sharded_model_is_refused(sharded: Any) -> None:
+def test_a_sharded_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.weight is sharded already; convert first"):
-        convert(sharded(nn.Sequential(nn.Linear(32, 32))), everything)
+        convert(shard(nn.Sequential(nn.Linear(32, 32))), everything)
 
 
 def test_hooks_are_called_as_before() -> None:
