@@ -28,6 +28,18 @@ _MARK = "_is_fsdp_managed_module"
 fully_shard has replaced the listed parameters, but not written to them."""
 
 
+class _Undistributed:
+    """In the place of a mark that `parallelize_module` reads before it cuts a module's parameters."""
+
+    def __bool__(self) -> bool:
+        raise _around("parallelize_module")
+
+
+def refuse_distribution(module: nn.Module) -> None:
+    """Lets `parallelize_module` of a module in a unit raise, which would cut this rank's shards anew."""
+    vars(module)["_distribute_module_applied"] = _Undistributed()
+
+
 class Guarded(nn.Module):
     """A unit that refuses what other engines do to a module before they shard or reduce its parameters."""
 

@@ -18,13 +18,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatfsdp.contract.claimed import mark_owned
 from flatfsdp.engine.guards.late_modules import refuse_late_module
 from flatfsdp.engine.guards.optimizers import before_step, watching
-from flatfsdp.engine.guards.other_engines import refuse_engine_around
+from flatfsdp.engine.guards.other_engines import refuse_distribution, refuse_engine_around
 
 
 def guard(modules: Iterable[nn.Module]) -> None:
     """Raises from now on where a change would break these modules, whose parameters a unit has taken."""
     for owned in modules:
         mark_owned(owned)
+        refuse_distribution(owned)
     _install()
 
 

@@ -17,8 +17,8 @@ from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import misfit
 from flatfsdp.flat.layout import ParamSlot
 
-_Taken = list[tuple[str, MasterShard, ParamSlot, nn.Parameter | None]]
-"""Parameters of a module: name of the attribute, place in a shard, and what the module lists, if anything."""
+_Taken = tuple[MasterShard, ParamSlot, nn.Parameter | None]
+"""A parameter of a module: its place in a shard, and what the module lists, if anything."""
 
 
 COPIED = (
@@ -37,13 +37,14 @@ class _Hook(partial[None]):
 
 def follow_state_dicts(state: Unit) -> None:
     """Registers the hooks of a unit's modules."""
-    taken: dict[nn.Module, _Taken] = {}
+    # A module with two names in the unit loads once.
+    taken: dict[nn.Module, dict[str, _Taken]] = {}
     for group in state.groups:
         binding = group.binding
         places = zip(binding.layout.slots, binding.sites, binding.listed or repeat(None), strict=False)
         for slot, sites, listed in places:
             for site in sites:
-                taken.setdefault(site.module, []).append((site.attribute, group.master, slot, listed))
+                taken.setdefault(site.module, {})[site.attribute] = group.master, slot, listed
     for module, parameters in taken.items():
         module.register_state_dict_pre_hook(_Hook(_refuse_parts, state))
         module.register_load_state_dict_pre_hook(_Hook(_load, state, parameters))
@@ -59,7 +60,7 @@ def _refuse_parts(state: Unit, module: nn.Module, prefix: str, keep_vars: bool) 
 
 def _load(
     state: Unit,
-    taken: _Taken,
+    taken: dict[str, _Taken],
     _: nn.Module,
     values: Any,
     prefix: str,
@@ -74,7 +75,7 @@ def _load(
         return
     # With `assign=True` the module would list whole tensors in place of its parts.
     metadata["assign_to_params_buffers"] = False
-    for attribute, master, slot, listed in taken:
+    for attribute, (master, slot, listed) in taken.items():
         key = prefix + attribute
         if key in values:
             problem = misfit(slot, values[key], key)

@@ -253,10 +253,11 @@ def test_names_of_several_roots_and_of_several_paths() -> None:
         checkpoint.local_state_dict(nn.Linear(2, 2))
 
 
-@pytest.mark.xfail(strict=True, reason="the second name is given the shard that was cut for the first one")
-@on_ranks(1)
-def test_a_layer_with_two_names_is_loaded() -> None:
-    net = nn.Module()
-    net.first = net.second = nn.Linear(2, 2)
-    model = shard(net)
-    model.load_state_dict(model.state_dict())
+@on_ranks(1, 2)
+def test_a_layer_with_two_names_is_loaded(rank: int) -> None:
+    layer = nn.Linear(3, 3)
+    model = shard(nn.Sequential(layer, layer))
+    halves = {name: value / 2 for name, value in model.state_dict().items()}
+    assert len(halves) == 4
+    model.load_state_dict(halves)
+    assert all(torch.equal(value, halves[name]) for name, value in model.state_dict().items())

@@ -133,12 +133,11 @@ def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int) -
 
 @on_ranks(2)
 def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
-    """PyTorch raises, because it finds no parameter to split."""
-    model = flat()
-    plan = {f"module.blocks.{i}.module.up": ColwiseParallel() for i in range(3)}
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        model(torch.zeros(2, 7, dtype=torch.long))
+    """On every rank, before it sends a parameter: shards are of unequal sizes."""
+    for model, name in ((build(), "blocks.1.up"), (flat(), "module.blocks.1.module.up")):
+        with pytest.raises(ValueError, match="parallelize_module around a model that FlatFSDP has sharded"):
+            parallelize_module(model, init_device_mesh("cpu", (2,)), {name: ColwiseParallel()})
+        model(torch.zeros(2, 7, dtype=torch.long)).backward()
 
 
 @on_ranks(2)
