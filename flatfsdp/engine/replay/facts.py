@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.step.input_casts import is_cast
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
 from flatfsdp.fp8.region import current_region
@@ -37,7 +37,7 @@ _ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 T = TypeVar("T")
 
-OfGroups = tuple[list[GroupState], list[int], list[list[bool]]]
+OfGroups = tuple[list[GroupFacts], list[int], list[list[bool]]]
 
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:
@@ -67,16 +67,16 @@ class _Collected(NamedTuple):
     markers: list[Tensor] | None
 
 
-def states_of(root: Root) -> list[GroupState]:
-    """Copies of the states of all groups, between two microbatches."""
-    return [group.compute_shard.state.copy() for group in root.groups]
+def facts_of(root: Root) -> list[GroupFacts]:
+    """Facts of all groups, between two microbatches."""
+    return [group.compute_shard.state.facts() for group in root.groups]
 
 
 class Facts(NamedTuple):
     """Everything that a recording takes for granted.
 
     Attributes:
-        of_groups: facts that only the engine changes: a copy of each group's state; the address of its
+        of_groups: facts that only the engine changes: of each group `GroupFacts`; the address of its
             accumulated gradients, 0 while there are none; whether each of its parameters is trained, as
             noticed at the beginning of the step.
         hooks: hooks of modules that may be recorded.
@@ -185,7 +185,7 @@ class Surroundings:
             are_markers = all(each.are_all_markers for each in marks)
             self._known = known = _Collected(
                 at,
-                (states_of(root), sums, trained),
+                (facts_of(root), sums, trained),
                 [parameter for each in marks for parameter in each.parameters],
                 [marker for each in marks for marker in each.watched] if are_markers else None,
             )

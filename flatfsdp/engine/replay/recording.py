@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.facts import Surroundings, states_of
+from flatfsdp.engine.replay.facts import Surroundings, facts_of
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
 
@@ -59,7 +59,7 @@ class Recording:
         self._arenas = arenas = surroundings.arenas
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
-        ledger, found = root.shared.ledger, states_of(root)
+        ledger, found = root.shared.ledger, facts_of(root)
         nbytes, calls = Counter(ledger.bytes), Counter(ledger.calls)
         from_autograd = autograds_of(root)
         lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
@@ -78,10 +78,10 @@ class Recording:
             if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
         # The groups that an eager microbatch would leave changed; nothing has run yet.
-        self._changed: list[tuple[FlatGroup, GroupState]] = [
-            (group, state)
-            for group, state, earlier in zip(root.groups, states_of(root), found, strict=True)
-            if state != earlier
+        self._changed: list[tuple[FlatGroup, GroupFacts]] = [
+            (group, left)
+            for group, left, earlier in zip(root.groups, facts_of(root), found, strict=True)
+            if left != earlier
         ]
         self.scalings: list[Scaling] = root.shared.scales.noted
         self._first_scaled = [
@@ -114,8 +114,8 @@ class Recording:
         self._root.shared.ledger.bytes.update(self._nbytes)
         self._root.shared.ledger.calls.update(self._calls)
         # The state that the microbatch would have left, had it run eagerly.
-        for group, state in self._changed:
-            group.become(state)
+        for group, left in self._changed:
+            group.become(left)
         # Its copy says that it takes no part in the next step; this one counts as reduced because of it.
         for group, _, _ in self._reduced:
             group.join_step()
@@ -173,7 +173,7 @@ def _abandon(root: Root) -> None:
     root.reducer.forget()
     for group in root.groups:
         # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
-        group.become(group.state.copy())
+        group.become(group.state.facts())
     root.abandon_step()
 
 

@@ -35,7 +35,7 @@ from flatfsdp.engine.storage.fp8_weights import FP8Shard
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import KeptGrad, MasterShard
 from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupState, ShardState, Version
+from flatfsdp.engine.storage.state import GroupFacts, GroupState, ShardState, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
@@ -170,18 +170,18 @@ class FlatGroup:
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
-    def become(self, state: GroupState) -> None:
-        """Assigns a copy of the group's state, from after an equal microbatch; derives what modules show."""
+    def become(self, facts: GroupFacts) -> None:
+        """Assigns the facts from after an equal microbatch, and derives what modules show."""
         # Before `take`, which overwrites it.
         was_written = bool(self.state.written)
-        self.compute_shard.state.take(state)
+        self.compute_shard.state.take(facts)
         # Whatever was under way is a part of the microbatch that ran.
         self._gathered = None
-        if state.shard is not ShardState.SHARDED:
+        if facts.shard is not ShardState.SHARDED:
             self.params.show()
         elif self.buffer is not None:
             self.params.conceal()
-        if self.main_grad is not None and bool(state.written) is not was_written:
+        if self.main_grad is not None and bool(facts.written) is not was_written:
             self.main_grad.show()
 
     def require_version(self, version: Version) -> None:

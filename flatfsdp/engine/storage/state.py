@@ -1,10 +1,10 @@
 """`GroupState`: what the host knows of a flat group that changes from one microbatch to the next.
 
 In:   writes of the objects that a group is made of, each of which has the group's state.
-Out:  a copy, which an equal microbatch of a later step leaves as well.
-Next: `group.py` assigns such a copy (`FlatGroup.become`); `engine/replay` compares and keeps them.
+Out:  `GroupFacts`, which an equal microbatch of a later step leaves as well.
+Next: `group.py` assigns them (`FlatGroup.become`); `engine/replay` compares and keeps them.
 
-Facts are relative, so that a copy holds in another step: "of this step", or "of the master's current values".
+Facts are relative, so that they hold in another step: "of this step", or "of the master's current values".
 Events and gradients are not facts; they are at the objects that wait for them or hand them over.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 Version = tuple[int, int]
 """Version of a master shard; changes whenever its values may have changed."""
@@ -25,11 +26,24 @@ class ShardState(Enum):
     UNSHARDED = "unsharded"
 
 
-@dataclass(slots=True)
-class GroupState:
-    """Facts about one flat group.
+class GroupFacts(NamedTuple):
+    """What a microbatch finds in a group, or leaves; see `GroupState`."""
 
-    Whoever changes a fact that is compared raises `changes`, before or after.  What only users change, and
+    shard: ShardState
+    has_transposes: bool
+    is_measured: bool
+    is_scaled: bool
+    is_cast: bool
+    written: tuple[bool, ...]
+    used: frozenset[int]
+    takes_part: bool
+
+
+@dataclass(slots=True, eq=False)
+class GroupState:
+    """What is true of one flat group now.
+
+    Whoever changes one of its `GroupFacts` raises `changes`, before or after.  What only users change, and
     the version of the master shard, is not counted: PyTorch counts it, or one has to look.
 
     Attributes:
@@ -49,16 +63,16 @@ class GroupState:
 
     shard: ShardState = ShardState.SHARDED
     has_transposes: bool = False
-    version: Version = field(default=(-1, -1), compare=False)
+    version: Version = (-1, -1)
     is_measured: bool = False
     is_scaled: bool = False
     is_cast: bool = False
     written: list[bool] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
     takes_part: bool = False
-    flags_changed: bool = field(default=False, compare=False)
-    changes: int = field(default=0, compare=False)
-    from_autograd: int = field(default=0, compare=False)
+    flags_changed: bool = False
+    changes: int = 0
+    from_autograd: int = 0
 
     def of_version(self, version: Version) -> GroupState:
         """Itself, without what was made of other values of the master shard than those of `version`."""
@@ -78,26 +92,23 @@ class GroupState:
         self.takes_part = self.flags_changed = False
         self.used = set()
 
-    def copy(self) -> GroupState:
-        """A copy for later; nothing is under way then, so that what was being gathered is there."""
-        gathers = self.shard is ShardState.GATHERING
-        shard = ShardState.UNSHARDED if gathers else self.shard
-        # Spelled out: a model has a hundred groups, and `replace` takes four times as long for each.
-        return GroupState(
-            shard,
+    def facts(self) -> GroupFacts:
+        """The facts between two microbatches: nothing is under way, and what was gathered ahead is there."""
+        # Each of a hundred groups is asked in a replayed microbatch: tuples are compared without any Python.
+        return GroupFacts(
+            ShardState.UNSHARDED if self.shard is ShardState.GATHERING else self.shard,
             self.has_transposes,
-            self.version,
             self.is_measured,
             self.is_scaled,
             self.is_cast,
-            list(self.written),
-            set(self.used),
+            tuple(self.written),
+            frozenset(self.used),
             self.takes_part,
         )
 
-    def take(self, other: GroupState) -> None:
-        """Takes the facts of a copy, for the master's version that this state is of."""
+    def take(self, facts: GroupFacts) -> None:
+        """Takes these facts, for the master's version that this state is of."""
         self.changes += 1
-        self.shard, self.has_transposes = other.shard, other.has_transposes
-        self.is_measured, self.is_scaled, self.is_cast = other.is_measured, other.is_scaled, other.is_cast
-        self.written, self.used, self.takes_part = list(other.written), set(other.used), other.takes_part
+        self.shard, self.has_transposes = facts.shard, facts.has_transposes
+        self.is_measured, self.is_scaled, self.is_cast = facts.is_measured, facts.is_scaled, facts.is_cast
+        self.written, self.used, self.takes_part = list(facts.written), set(facts.used), facts.takes_part

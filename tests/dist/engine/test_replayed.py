@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import by_class, microbatches, replayed, shard
-from flatfsdp.engine.replay.facts import states_of
+from flatfsdp.engine.replay.facts import facts_of
 from flatfsdp.engine.replay.replayed import Replayed
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import root_of
@@ -128,7 +128,7 @@ def test_nothing_that_a_microbatch_changes_is_forgotten(rank: int) -> None:
                 step(next(batches))
             models.append((model, batches))
         eager, taken = (root_of(model) for model, _ in models)
-        assert states_of(taken) == states_of(eager)
+        assert facts_of(taken) == facts_of(eager)
         assert taken.shared.ledger.bytes == eager.shared.ledger.bytes
         assert taken.shared.ledger.calls == eager.shared.ledger.calls
         for ours, theirs in zip(taken.groups, eager.groups, strict=True):
