@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import flatfsdp.optim
 from flatfsdp import Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, flat, whole_grads
+from tests.support.models import build, data, whole_grads
 from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -171,12 +171,12 @@ def test_gradients_in_main_grad(rank: int, flag: bool) -> None:
 
 @FLAGS
 @on_ranks(1, 2)
-def test_portions_have_markers_of_their_own(rank: int, flag: bool) -> None:
+def test_shards_of_parameter_groups_have_markers(rank: int, flag: bool) -> None:
     ((bad, good),) = data(rank, 1, 2)
     groups = [{"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}]
     found = []
     for zeroes in (True, False):
-        model = flat(optimize_backward_concat=flag)
+        model = build(optimize_backward_concat=flag)
         optimizer = torch.optim.AdamW(param_groups(model, groups), lr=0.1)
         if zeroes:
             accumulate(model, bad)
