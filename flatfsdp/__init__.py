@@ -7,7 +7,7 @@ from flatfsdp.engine.api.wrapper import FlatFSDP, auto_wrap
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from flatfsdp.microbatch import microbatches
-from flatfsdp.policy import Debug, Options, Precision, Prefetch
+from flatfsdp.options import Debug, Options, Precision, Prefetch
 
 __version__ = "0.1.0"
 

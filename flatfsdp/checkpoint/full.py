@@ -16,7 +16,7 @@ from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.full_params import state_dicts_gathered
 from flatfsdp.engine.whole.units import keys_of_slots, named_groups
 from flatfsdp.flat.layout import ParamSlot
-from flatfsdp.policy import Gathering
+from flatfsdp.options import Gathering
 
 
 def full_state_dict(

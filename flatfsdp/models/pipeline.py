@@ -28,8 +28,8 @@ from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.microbatch import microbatches
 from flatfsdp.models.config import LlamaConfig, stage_layers
 from flatfsdp.models.llama import Llama
+from flatfsdp.options import Precision
 from flatfsdp.parallel import FlatStage, ParallelMesh
-from flatfsdp.policy import Precision
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: dict[ScheduleName, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from flatfsdp.fp8 import Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
-from flatfsdp.policy import Precision
+from flatfsdp.options import Precision
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from flatfsdp.contract.any_model import Batches, BuildModel, Loss
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.build.claim import default_precision
 from flatfsdp.fp8 import Recipe
+from flatfsdp.options import Precision
 from flatfsdp.parity.any_model import ModelJob, fusing
 from flatfsdp.parity.evidence import (
     KINDS,
@@ -31,7 +32,6 @@ from flatfsdp.parity.evidence import (
 from flatfsdp.parity.loop import MakeTrainee, OnStep, ignore, train
 from flatfsdp.parity.switches import Sharding, Switch
 from flatfsdp.parity.trained import RunSummary
-from flatfsdp.policy import Precision
 from flatfsdp.profiling.figures import to_json
 
 

@@ -17,7 +17,7 @@ from flatfsdp.fp8 import BlockScaling, Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
-from flatfsdp.policy import Precision, Prefetch, require_flag
+from flatfsdp.options import Precision, Prefetch, require_flag
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
-from flatfsdp.policy import Precision
+from flatfsdp.options import Precision
 
 
 class PrecisionName(str, Enum):

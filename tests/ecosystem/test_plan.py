@@ -17,9 +17,9 @@ from flatfsdp.cli.app import app
 from flatfsdp.compat.transformers.from_config import FromConfig
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
+from flatfsdp.options import Precision
 from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, plan_model
-from flatfsdp.policy import Precision
 from tests.support.programs import ROOT, run_program
 from tests.support.published import PAGES, results, rows
 

@@ -24,7 +24,7 @@ ORDER = (
     "comm",
     "contract",
     "fp8",
-    "policy",
+    "options",
     "microbatch",
     "byte_ledger",
     "flat",

@@ -41,7 +41,7 @@ from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import WrapPolicy
-from flatfsdp.policy import Options
+from flatfsdp.options import Options
 
 
 class FlatAccelerator(Accelerator):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flatfsdp.policy import Options, Precision, require_known
+from flatfsdp.options import Options, Precision, require_known
 
 _ENGINE = "FlatFSDP shards and reduces; leave the other engine out"
 _COMPILE = "compile the layers, which are units, after prepare: layer.compile()"

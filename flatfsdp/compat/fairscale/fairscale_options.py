@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.policy import Precision
+from flatfsdp.options import Precision
 
 
 def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gather: bool) -> None:

@@ -32,7 +32,7 @@ from flatfsdp.engine.whole.full_params import state_dict_gathering, state_dicts_
 from flatfsdp.engine.whole.units import root_of, units_in
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
-from flatfsdp.policy import Gathering, Options
+from flatfsdp.options import Gathering, Options
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 

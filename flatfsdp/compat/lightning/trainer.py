@@ -26,7 +26,7 @@ from flatfsdp.engine.api.classes import FlatFSDPModule
 from flatfsdp.engine.api.shard import register_forward_method, shard
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.whole.units import units_in
-from flatfsdp.policy import Options, require_known
+from flatfsdp.options import Options, require_known
 
 try:
     from lightning.pytorch import LightningModule, Trainer

@@ -32,7 +32,7 @@ from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.api.methods import unit_of
 from flatfsdp.engine.whole.full_params import whole_units
 from flatfsdp.engine.whole.units import distinct_units, root_of
-from flatfsdp.policy import Gathering
+from flatfsdp.options import Gathering
 
 _SAVED_DTYPE = Attribute[torch.dtype | None]("_flatfsdp_saved_dtype", None)
 """The dtype of what is written, on a model that is being saved."""

@@ -24,7 +24,7 @@ from flatfsdp.engine.whole.full_params import whole_units
 from flatfsdp.engine.whole.memory import MemoryReport, memory_report
 from flatfsdp.engine.whole.units import Model, UnitModule, distinct_units, named_groups, root_of
 from flatfsdp.optim.clip import clip_grad_norm
-from flatfsdp.policy import Division, Gathering
+from flatfsdp.options import Division, Gathering
 from flatfsdp.torch_private import in_backward
 
 M = TypeVar("M", bound="UnitMethods")

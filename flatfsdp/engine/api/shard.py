@@ -25,7 +25,7 @@ from flatfsdp.engine.api.wrap import WrapPolicy, pick_units
 from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
 from flatfsdp.engine.build.unit import build_unit
 from flatfsdp.engine.whole.units import UnitModule, distinct_units
-from flatfsdp.policy import Options, require_known
+from flatfsdp.options import Options, require_known
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -22,7 +22,7 @@ from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Options, require_known
+from flatfsdp.options import Options, require_known
 
 
 class FlatFSDP(Guarded, ModuleWrapper):

@@ -33,7 +33,7 @@ from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.packing import Packs
-from flatfsdp.policy import Precision
+from flatfsdp.options import Precision
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from flatfsdp.engine.storage.targets import attach_targets
 from flatfsdp.engine.whole.state_dicts import follow_state_dicts
 from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.flat.meta_device import is_on_meta, materialize
-from flatfsdp.policy import Options, Policy, require_flag
+from flatfsdp.options import Options, Policy, require_flag
 
 
 def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False) -> DrivenUnit:

@@ -44,7 +44,7 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
 from flatfsdp.engine.storage.state import ShardState, Version
 from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
-from flatfsdp.policy import Policy
+from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.policy import Prefetch
+from flatfsdp.options import Prefetch
 
 
 class Forward:

@@ -31,7 +31,7 @@ from flatfsdp.engine.storage.state import Version
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Policy
+from flatfsdp.options import Policy
 from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared, UnitMember
 from flatfsdp.engine.storage.state import ShardState
-from flatfsdp.policy import Policy
+from flatfsdp.options import Policy
 from flatfsdp.torch_private import running_backward
 
 

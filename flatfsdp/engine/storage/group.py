@@ -39,7 +39,7 @@ from flatfsdp.engine.storage.state import GroupFacts, GroupState, ShardState, Ve
 from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
-from flatfsdp.policy import Division
+from flatfsdp.options import Division
 from flatfsdp.torch_private import shares_memory
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -20,7 +20,7 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Policy
+from flatfsdp.options import Policy
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import UnitModule, root_of
-from flatfsdp.policy import Gathering
+from flatfsdp.options import Gathering
 
 _of_state_dicts: ContextVar[Gathering | None] = ContextVar("flatfsdp_state_dict_gathering", default=None)
 

@@ -17,7 +17,7 @@ from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.policy import Prefetch
+from flatfsdp.options import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"

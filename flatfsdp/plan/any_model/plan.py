@@ -19,6 +19,7 @@ from flatfsdp.contract.any_model import Loss
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.whole.memory import ALWAYS, GroupSizes
 from flatfsdp.fp8 import Recipe
+from flatfsdp.options import Precision
 from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, StepPlace
 from flatfsdp.plan.any_model.ranks import imagined_ranks
 from flatfsdp.plan.any_model.step import Traced, Training, trace
@@ -28,7 +29,6 @@ from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.memory import Line, StepMemory
 from flatfsdp.plan.time import HOST, LAST_REDUCTION, PARAMETERS, StepTime
 from flatfsdp.plan.traffic import Sent, share
-from flatfsdp.policy import Precision
 
 
 @dataclass(frozen=True)

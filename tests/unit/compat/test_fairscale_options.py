@@ -16,7 +16,7 @@ from flatfsdp.compat.fairscale.fairscale_options import (
     default_predivide_factor,
     mean_is_the_same,
 )
-from flatfsdp.policy import Precision
+from flatfsdp.options import Precision
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -15,7 +15,7 @@ from torch import nn
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, shard
 from flatfsdp.contract.foreign_words import DTYPES, METHODS, OPTIONS
 from flatfsdp.engine.api.methods import UnitMethods
-from flatfsdp.policy import Options
+from flatfsdp.options import Options
 from tests.unit.docs.pages import DOCS
 
 

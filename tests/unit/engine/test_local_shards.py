@@ -18,7 +18,7 @@ from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shared import Shared, UnitMember
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
-from flatfsdp.policy import Policy, Precision
+from flatfsdp.options import Policy, Precision
 
 SHAPES = {"norm": (13,), "weight": (7, 5), "bias": (5,), "scale": (), "none": (0, 3)}
 

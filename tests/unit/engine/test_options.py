@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 import flatfsdp
 from flatfsdp import FlatFSDP, Options, auto_wrap, shard
-from flatfsdp.policy import Policy
+from flatfsdp.options import Policy
 
 HINTS = get_type_hints(Options)
 WHERE = {"mesh", "tp_group", "device", "param_init_fn", "sync_module_states"}

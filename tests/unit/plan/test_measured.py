@@ -21,12 +21,12 @@ import torch
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
+from flatfsdp.options import Precision
 from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan
 from flatfsdp.plan.links import Groups
 from flatfsdp.plan.memory import MemoryPlan, fullest
 from flatfsdp.plan.parts import Part, layouts_of, parts_of
 from flatfsdp.plan.time import RankTime, TimePlan, step_of
-from flatfsdp.policy import Precision
 from flatfsdp.profiling.timeline import load_spans, overlap_of
 from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
 from tests.support.programs import ROOT

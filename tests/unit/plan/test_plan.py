@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from flatfsdp.cli.app import app
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS
+from flatfsdp.options import Precision
 from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, search, time_plan
 from flatfsdp.plan.links import Group
-from flatfsdp.policy import Precision
 
 FP8 = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 

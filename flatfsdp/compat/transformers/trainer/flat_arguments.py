@@ -25,7 +25,7 @@ from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.build.claim import default_precision
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.layers import convert
-from flatfsdp.policy import Options, Precision, require_known
+from flatfsdp.options import Options, Precision, require_known
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Values of `TrainingArguments.optim` that select elementwise optimizers of PyTorch."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.policy import Debug, Policy, Precision, Prefetch
+from flatfsdp.options import Debug, Policy, Precision, Prefetch
 
 
 def make_policy(**changes: Any) -> Policy:
