@@ -1,7 +1,6 @@
-"""Settings that the user chooses, as frozen dataclasses that check their values.
+"""Settings that the user chooses: `Options`, and frozen dataclasses that check their values.
 
-Next: `engine/build/unit.py` reads `Options`, and makes a `Policy` of those that last; nothing else in the
-      engine takes flags.
+Next: `engine/build/build_unit.py` makes a `Policy` of those that last; nothing else in the engine takes flags.
 """
 
 from __future__ import annotations

@@ -3,6 +3,6 @@
 PyTorch's get_state_dict, set_state_dict and the others would take a rank's shards for whole parameters.  For
 sharded models they now return whole ones, or raise an error that names the alternative.
 
-The first unit that is built replaces PyTorch's functions (`engine/build/unit.py`); programs without one keep
-them.
+The first unit that is built replaces PyTorch's functions (`engine/build/build_unit.py`); programs without one
+keep them.
 """

@@ -19,7 +19,7 @@ from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.storage.targets import PortionTarget
+from flatfsdp.engine.storage.optimizer_targets import PortionTarget
 from flatfsdp.engine.whole.full_params import whole_units
 from flatfsdp.engine.whole.memory import MemoryReport, memory_report
 from flatfsdp.engine.whole.units import Model, UnitModule, distinct_units, named_groups, root_of

@@ -2,7 +2,7 @@
 
 In:   a module, and a policy that picks the modules inside that become units.
 Out:  the same module.  Its parameters are listed as this rank's parts, under their own names.
-Next: `engine/build/unit.py` takes the parameters; `classes.py` extends the module's own class.
+Next: `engine/build/build_unit.py` takes the parameters; `classes.py` extends the module's own class.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flatfsdp.engine.api.call import call_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.api.methods import unit_of
 from flatfsdp.engine.api.wrap import WrapPolicy, pick_units
+from flatfsdp.engine.build.build_unit import build_unit
 from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
-from flatfsdp.engine.build.unit import build_unit
 from flatfsdp.engine.whole.units import UnitModule, distinct_units
 from flatfsdp.options import Options, require_known
 

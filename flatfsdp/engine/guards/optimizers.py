@@ -20,7 +20,7 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.targets import PortionTarget
+from flatfsdp.engine.storage.optimizer_targets import PortionTarget
 from flatfsdp.torch_private import never_traced
 
 _NOT_ELEMENTWISE = frozenset(

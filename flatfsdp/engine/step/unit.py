@@ -1,6 +1,6 @@
 """`Unit`: the parameters of one sharded module, which come and go together, and its engine state.
 
-In:   flat groups (`engine/storage/group.py`), which `engine/build/unit.py` adds.
+In:   flat groups (`engine/storage/group.py`), which `engine/build/build_unit.py` adds.
 Out:  gathered parameters in the module, all groups in one launch, overlapped with compute; freed after use.
 Next: `engine/step/driven_unit.py` says when.
 

@@ -2,7 +2,7 @@
 
 In:   a module, in which some are units.
 Out:  functions that find all units of a model, each with the prefix of its parameters' names.
-Next: `engine/build/unit.py` takes the parameters, `engine/api/call.py` runs the module.
+Next: `engine/build/build_unit.py` takes the parameters, `engine/api/call.py` runs the module.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from flatfsdp.engine.guards.watch import guard
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.optimizer_targets import attach_targets
 from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.storage.targets import attach_targets
 from flatfsdp.engine.whole.state_dicts import follow_state_dicts
 from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.flat.meta_device import is_on_meta, materialize
