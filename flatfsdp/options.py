@@ -1,6 +1,6 @@
 """Settings that the user chooses: `Options`, and frozen dataclasses that check their values.
 
-Next: `engine/build/build_unit.py` makes a `Policy` of those that last; nothing else in the engine takes flags.
+Next: `engine/build/build_unit.py` makes a `Policy` of what lasts; nothing else in the engine takes flags.
 """
 
 from __future__ import annotations
