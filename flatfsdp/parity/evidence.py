@@ -114,7 +114,7 @@ class _Shard(NamedTuple):
 
 
 def _shards(model: nn.Module) -> dict[str, _Shard]:
-    """This rank's flat shards by the name of unit and group, wrapped or in place."""
+    """This rank's flat shards by the name of unit and group."""
     found = {}
     for prefix, group in named_groups(model):
         ranks = group.master.grid.shard

@@ -1,6 +1,6 @@
-"""One call of a sharded module, wrapped or in place: its unit's forward, and the whole model's around it.
+"""One call of a sharded module: its unit's forward, and the whole model's around it.
 
-In:   the module, and what computes: the wrapped module, or the module's own `__call__`.
+In:   the module, and what computes: its own `__call__`, or another method of it.
 Out:  its outputs; hooks on them start the unit's backward.
 Next: `engine/step/driven_unit.py` gathers and frees; `engine/step/root.py` begins and ends.
 """

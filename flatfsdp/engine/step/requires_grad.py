@@ -9,8 +9,8 @@ Next: `driven_unit.py` waits for gradients of the slots that are trained; `reduc
     trained           frozen             none, as PyTorch's: a leaf that is frozen accumulates nothing
     frozen            either             none: the graph does not lead to the parameter
 
-In place, each slot of a group may be trained or frozen by itself.  A wrapper lists one flat parameter a
-group, whose slots are frozen together.  A group takes part in a step's reduction, on all ranks, from the
+Each slot of a group may be trained or frozen by itself; those of one flat parameter (fairscale's class) are
+frozen together.  A group takes part in a step's reduction, on all ranks, from the
 step's first backward that reaches a forward in which some slot was trained, if one still is.  That depends on
 flags only, which are the same on all ranks, not on what has landed here.  For other groups nothing is
 allocated, launched or published.

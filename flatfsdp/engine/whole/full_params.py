@@ -1,6 +1,6 @@
 """Shows units' parameters as ordinary ones for a while: whole, in master precision, in the modules.
 
-In:   units, wrapped or in place.
+In:   units.
 Out:  inside `whole_units`, what `summon_full_params` and `state_dict` show.
 """
 

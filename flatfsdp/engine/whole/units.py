@@ -21,7 +21,7 @@ from flatfsdp.flat.layout import ParamSlot, Role
 
 
 class UnitModule(Guarded):
-    """A sharded module, wrapped or in place, for code that walks over a model.
+    """A sharded module, for code that walks over a model.
 
     Attributes:
         fsdp_state: the module as a unit: its groups, its ranks, and what it shares with the whole model.
