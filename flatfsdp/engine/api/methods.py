@@ -116,9 +116,9 @@ class UnitMethods(UnitModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, also `main_grad` of shards and what was accumulated and not yet reduced."""
         super().zero_grad(set_to_none)
-        for wrapped in distinct_units(self):
-            wrapped.fsdp_state.drop_gradients()
-            for group in wrapped.fsdp_state.groups:
+        for unit in distinct_units(self):
+            unit.fsdp_state.drop_gradients()
+            for group in unit.fsdp_state.groups:
                 group.master.zero_grad(set_to_none)
 
     def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
@@ -136,8 +136,8 @@ class UnitMethods(UnitModule):
             ValueError: if a factor is not positive.
         """
         division = Division(predivide, postdivide)
-        for wrapped in distinct_units(self) if recurse else [self]:
-            for group in wrapped.fsdp_state.groups:
+        for unit in distinct_units(self) if recurse else [self]:
+            for group in unit.fsdp_state.groups:
                 group.division = division
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:

@@ -73,7 +73,7 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     every call is never replayed.  After replacing a submodule, call `replayed` again.
 
     Args:
-        model: the outermost unit, sharded in place or wrapped.
+        model: the outermost unit, or a wrapper around it.
         microbatch: function that runs forward and backward, and returns detached tensors (or a nest of them).
 
     Returns:

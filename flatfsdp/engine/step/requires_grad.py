@@ -10,10 +10,9 @@ Next: `driven_unit.py` waits for gradients of the slots that are trained; `reduc
     frozen            either             none: the graph does not lead to the parameter
 
 Each slot of a group may be trained or frozen by itself; those of one flat parameter (fairscale's class) are
-frozen together.  A group takes part in a step's reduction, on all ranks, from the
-step's first backward that reaches a forward in which some slot was trained, if one still is.  That depends on
-flags only, which are the same on all ranks, not on what has landed here.  For other groups nothing is
-allocated, launched or published.
+frozen together.  A group takes part in a step's reduction, on all ranks, from the step's first backward that
+reaches a forward in which some slot was trained, if one still is.  That depends on flags only, which are the
+same on all ranks, not on what has landed here.  For other groups nothing is allocated, launched or published.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class FlatGroup:
             shard; None if there is none.  The last backward adds its own, and the sum is then reduced across
             replicas.
         kept_grad: memory of the reduced gradient, if that has a fixed address.
-        built_frozen: whether the group was frozen when it was wrapped.
+        built_frozen: whether the group was frozen when it was built.
         division: divisors of gradients before and after the sum over ranks; None for the mean.
         params: the tensors that the module has, as `Leaves` or `Views`.
         num_trained: number of slots whose gradients land in a backward.

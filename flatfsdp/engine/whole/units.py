@@ -30,8 +30,8 @@ class UnitModule(Guarded):
     fsdp_state: DrivenUnit
 
 
-def root_of(wrapped: UnitModule) -> Root:
-    """Returns the root of `wrapped`; the first call makes `wrapped` the root of all units inside it.
+def root_of(module: UnitModule) -> Root:
+    """Returns the root of `module`; the first call makes `module` the root of all units inside it.
 
     Collective the first time: checks that all ranks have built the same model, and makes replicas equal.
 
@@ -39,14 +39,14 @@ def root_of(wrapped: UnitModule) -> Root:
         RuntimeError: on all ranks, if the ranks have built different models.
         ValueError: if units inside differ from the root in settings that the whole model must share.
     """
-    outermost = wrapped.fsdp_state
+    outermost = module.fsdp_state
     if outermost.is_used:
         return outermost.root
     if outermost.outer is not None and isinstance(outer := outermost.outer(), UnitModule):
         # A layer that is called before the model around it.
         return root_of(outer)
     inside: dict[DrivenUnit, str] = {}
-    for prefix, each in units_in(wrapped):
+    for prefix, each in units_in(module):
         # A module with two paths is one unit, under its first name.
         inside.setdefault(each.fsdp_state, prefix)
     for unit, prefix in inside.items():
@@ -151,18 +151,18 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
         found = list(units_in(stage))
         if not found:
             raise ValueError(f"{type(stage).__name__} contains no unit of FlatFSDP; shard or wrap it first")
-        for prefix, wrapped in found:
-            units.setdefault(wrapped, prefix)
-    for wrapped in units:
-        root_of(wrapped)
-    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped.fsdp_state.groups]
+        for prefix, unit in found:
+            units.setdefault(unit, prefix)
+    for unit in units:
+        root_of(unit)
+    return [(prefix, group) for unit, prefix in units.items() for group in unit.fsdp_state.groups]
 
 
 def keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
     """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
     keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
-    for prefix, wrapped in units_in(model):
-        for group in wrapped.fsdp_state.groups:
+    for prefix, unit in units_in(model):
+        for group in unit.fsdp_state.groups:
             for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
                 keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
     return keys
