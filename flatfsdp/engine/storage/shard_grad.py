@@ -176,7 +176,9 @@ class ShardGrad(Tensor):
                     grad.zeroings += 1
             elif func == _DATA.__get__:
                 args[0].place.shard.norms.forget()
-            return result if func in _ORDINARY else _of_the_same_place(result, args)
+            # A list of tensors that were written in place is an argument, such as an optimizer's moments.
+            is_argument = type(result) in (list, tuple) and func.__name__.endswith("_")
+            return result if func in _ORDINARY or is_argument else _of_the_same_place(result, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copies to an ordinary tensor, which belongs to no parameter."""

@@ -167,6 +167,16 @@ def test_what_replaces_a_gradient_knows_whose_it_is(rank: int, world_size: int) 
 
 
 @on_ranks(2)
+def test_moments_that_a_step_writes_belong_to_no_gradient(rank: int, world_size: int) -> None:
+    """So no step makes an object for each parameter, which nobody would use."""
+    _, views, _ = trained(rank, world_size)
+    grads = [view.grad for view in views.values()]
+    moments = [torch.zeros_like(plain(grad)) for grad in grads]
+    found = torch._foreach_lerp_(moments, grads, 0.5)
+    assert {type(each) for each in (*moments, *(found or ()))} == {Tensor}
+
+
+@on_ranks(2)
 def test_writes_between_two_questions_are_seen(rank: int, world_size: int) -> None:
     """A write counts even through `.data`, which no version counts."""
     _, views, plain = trained(rank, world_size)
