@@ -60,8 +60,11 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
     Raises:
         TypeError: if `module` is no module; if the policy is a class or cannot be called; for an unknown
             option; if no class can be derived from the module's class.
-        ValueError: if the policy picks nothing; if parameters cannot be sharded, see `FlatFSDP`; if the
-            module is sharded or wrapped already, or is never called.
+        ValueError: if the policy picks nothing; if the module is sharded or wrapped already, or is never
+            called; for parameters that cannot be sharded, naming them: not floating point, tied to one in
+            another unit, on a device that the backend cannot reach, on the meta device and not initialised,
+            split over other ranks than tp_group, float64 or fp16 without `precision`; if ranks of tp_group
+            are data-parallel, too.
     """
     require_known("shard", options)
     if not isinstance(module, nn.Module):
