@@ -120,6 +120,20 @@ def train(model: Any, rank: int, steps: int = 3, count: int = 3) -> Trace:
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 
 
+def train_for_losses(model: Any, rank: int) -> list[Tensor]:
+    """Trains two steps of three microbatches with AdamW, on a plain model or a sharded one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batches in data(rank, 2, 3):
+        for tokens in microbatches(model, batches):
+            loss = model(tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same training in one process, on every rank's data: rank 0's losses and the final state dict.
 

@@ -160,7 +160,10 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     Raises:
         TypeError, ValueError: as `shard`.
     """
+    # Before `module` is a unit itself, which would count.
     inside = distinct_units(module)
+    # A part gathers the unit when it is called by itself.  In a block its children are enough: they call what
+    # is deeper.  In a model around units, a method may reach further down: `self.decoder.embed(tokens)`.
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
     parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]
     state = build_unit(module, options, lists_flat=lists_flat)

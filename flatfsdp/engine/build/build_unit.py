@@ -18,7 +18,6 @@ from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.build.claim import (
     bindings_of,
-    default_precision,
     device_of,
     mark_taken,
     own_modules,
@@ -42,7 +41,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
 
     Args:
         module: module to shard.
-        options: what the user has chosen.
+        options: what the user has chosen, and a precision in any case.
         lists_flat: whether modules list no parameter, for a wrapper that lists flat ones.
 
     Raises:
@@ -54,9 +53,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     # on what is built on it.
     import_module("flatfsdp.compat.torch_state_dicts.functions").install()
     parameters = parameters_to_take(module)
-    chosen: dict[str, Any] = {"precision": None, **options}
-    if chosen["precision"] is None:
-        chosen["precision"] = default_precision(parameters)
+    chosen: dict[str, Any] = dict(options)
     policy = Policy(**{each.name: chosen[each.name] for each in fields(Policy) if each.name in chosen})
     grid = Grid.of(options.get("mesh"), options.get("tp_group"))
     for name, parameter in parameters.items():

@@ -17,7 +17,6 @@ from flatfsdp import (
     FlatFSDP,
     Precision,
     by_class,
-    microbatches,
     register_forward_method,
     shard,
 )
@@ -27,26 +26,12 @@ from flatfsdp.engine.api.classes import FlatFSDPModule
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import seeded
-from tests.support.models import WIDTH, Block, Net, data
+from tests.support.models import WIDTH, Block, Net, train_for_losses
 from tests.support.ranks import on_ranks
 
 
 def in_place(net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
     return shard(plain_net(net), by_class(Block), **options)
-
-
-def trained(model: Any, rank: int, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Losses of two steps of three microbatches."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for batches in data(rank, 2, 3):
-        for tokens in microbatches(model, batches):
-            loss = model(tokens)
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 BF16 = Precision(compute=torch.bfloat16)
@@ -278,7 +263,7 @@ def test_summoned_parameters_are_ordinary() -> None:
             model.head.weight.zero_()
     assert model.state_dict()["head.weight"].count_nonzero() == 0
     assert all(view.dim() == 1 for view in model.parameters())
-    trained(model, dist.get_rank())
+    train_for_losses(model, dist.get_rank())
 
 
 @on_ranks(2)
@@ -291,7 +276,7 @@ def test_each_rank_goes_its_own_way_while_it_is_unsharded(rank: int) -> None:
             if rank == 1:
                 assert torch.equal(model.logits(TOKENS), net.logits(TOKENS))
         assert torch.equal(model(TOKENS), net(TOKENS))
-    trained(model, rank)
+    train_for_losses(model, rank)
     after = model.state_dict()
     net.load_state_dict(after)
     with model.unsharded():
@@ -338,12 +323,12 @@ def test_what_is_listed_freezes_and_trains(rank: int, flag: bool) -> None:
     before = copy.deepcopy(model.state_dict())
     for parameter in model.blocks[1].parameters():
         parameter.requires_grad_(False)
-    trained(model, rank)
+    train_for_losses(model, rank)
     after = model.state_dict()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed == {key for key in before if not key.startswith("blocks.1.")}
     model.requires_grad_(True)
-    trained(model, rank)
+    train_for_losses(model, rank)
     assert not torch.equal(model.state_dict()["blocks.1.up.weight"], after["blocks.1.up.weight"])
 
 

@@ -22,7 +22,6 @@ from flatfsdp import (
     auto_wrap,
     by_class,
     checkpoint,
-    microbatches,
     param_groups,
     shard,
 )
@@ -34,7 +33,7 @@ from tests.support.checkpoints import equal
 from tests.support.fp8_layers import Block as FP8Block
 from tests.support.fp8_layers import seeded
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import Block, Net, data
+from tests.support.models import Block, Net, data, train_for_losses
 from tests.support.ranks import on_ranks
 
 POLICY = by_class(Block, nn.Linear)
@@ -50,20 +49,6 @@ class Counting(Net):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
         self.last = self.head
-
-
-def trained(model: Any, rank: int) -> list[Tensor]:
-    """Losses of two steps of three microbatches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for batches in data(rank, 2, 3):
-        for tokens in microbatches(model, batches):
-            loss = model(tokens)
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 # ---- names ----------------------------------------------------------------------------------------------
@@ -128,7 +113,7 @@ def test_checkpoint_wrappers_of_pytorch_add_no_name_either(rank: int, make: Any)
     assert len(named["params"]) == 2 and len(rest["params"]) == len(list(plain.parameters())) - 2
     for index, block in enumerate(model.blocks):
         assert unwrapped(block).fsdp_state.prefix == f"blocks.{index}."
-    trained(model, rank)
+    train_for_losses(model, rank)
 
 
 # ---- bits -----------------------------------------------------------------------------------------------
@@ -148,7 +133,7 @@ def test_the_bits_are_those_of_shard(rank: int, options: dict[str, Any], nested:
     options = placed(options)
     ours = auto_wrap(plain_net(), POLICY, **options) if nested else FlatFSDP(plain_net(), **options)
     theirs = shard(plain_net(), POLICY if nested else None, **options)
-    assert all(map(torch.equal, trained(ours, rank), trained(theirs, rank)))
+    assert all(map(torch.equal, train_for_losses(ours, rank), train_for_losses(theirs, rank)))
     assert equal(dict(ours.named_parameters()), dict(theirs.named_parameters()))
     assert equal(ours.state_dict(), theirs.state_dict())
 
@@ -274,4 +259,4 @@ def test_another_engine_around_it_is_refused_and_changes_nothing(
     model, untouched = (auto_wrap(plain_net(), POLICY) for _ in range(2))
     with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded"):
         engine(model)
-    assert all(map(torch.equal, trained(model, rank), trained(untouched, rank)))
+    assert all(map(torch.equal, train_for_losses(model, rank), train_for_losses(untouched, rank)))
