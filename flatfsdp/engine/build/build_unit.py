@@ -18,6 +18,7 @@ from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.build.claim import (
     bindings_of,
+    buffers_of,
     device_of,
     mark_taken,
     own_modules,
@@ -47,8 +48,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     Raises:
         TypeError, ValueError: for the same reasons as `shard`.
     """
-    sync_module_states = options.get("sync_module_states", False)
-    require_flag("sync_module_states", sync_module_states)
+    takes_first = options.get("sync_module_states", False)
+    require_flag("sync_module_states", takes_first)
     # PyTorch's state-dict functions would take shards for whole tensors.  By name: the engine does not depend
     # on what is built on it.
     import_module("flatfsdp.compat.torch_state_dicts.functions").install()
@@ -66,17 +67,13 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
         materialize(own_modules(module), device, options.get("param_init_fn"))
         parameters = parameters_to_take(module)
         taken += parameters.items()
-    if sync_module_states:
-        buffers = {
-            f"{path}.{name}": buffer
-            for path, owner in own_modules(module)
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        }
+    owned = list(own_modules(module))
+    if takes_first:
+        buffers = {f"{path}.{name}": each for path, owner in owned for name, each in buffers_of(owner)}
         take_from_first_rank({**parameters, **buffers}, grid, device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
-    modules = [each for _, each in own_modules(module)]
-    prepare_buffers(module, device, policy.precision.buffer)
+    modules = [owner for _, owner in owned]
+    prepare_buffers(modules, device, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)

@@ -26,8 +26,7 @@ from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.guards.adapters import refuse_adapter_of_parameter
-from flatfsdp.engine.guards.other_engines import refuse_engine_inside
+from flatfsdp.engine.guards.other_engines import refuse_others_inside
 from flatfsdp.engine.whole.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
@@ -50,8 +49,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters below `module` that no unit owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for path, owner in own_modules(module):
-        refuse_engine_inside(path, owner)
-        refuse_adapter_of_parameter(path, owner)
+        refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
             raise ValueError(
                 f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
@@ -89,15 +87,13 @@ def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
         elements[parameter.dtype] += parameter.numel()
         if parameter.dtype == torch.float64:
             raise ValueError(
-                f"parameter {name} is float64, and FP32 is the default precision; pass "
-                "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
-                "reduce=torch.float64), or convert the module first"
+                f"parameter {name} is float64, and FP32 is the default precision; convert the module, or "
+                "pass precision=Precision(...) with float64 as param, compute, accumulate and reduce"
             )
         if parameter.dtype == torch.float16:
             raise ValueError(
-                f"parameter {name} is fp16, whose gradients need a loss scale; convert the module to bf16 "
-                "(module.bfloat16()), or pass precision=Precision(compute=torch.float16) and train with a "
-                "GradScaler"
+                f"parameter {name} is fp16, whose gradients need a loss scale; call module.bfloat16(), or "
+                "pass precision=Precision(compute=torch.float16) and train with a GradScaler"
             )
     if 2 * elements[torch.bfloat16] <= elements.total():
         return Precision()
@@ -105,10 +101,9 @@ def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
     if wide:
         logger.warning(
             "the model computes in bf16, as most of its parameters are bf16; %d are FP32, and are rounded to "
-            "bf16 where they are used: %s%s. Pass precision=Precision() to compute in FP32",
+            "bf16 where they are used: %s. Pass precision=Precision() to compute in FP32",
             len(wide),
-            ", ".join(wide[:3]),
-            ", ..." if len(wide) > 3 else "",
+            ", ".join([*wide[:3], "..."] if len(wide) > 3 else wide),
         )
     return Precision(compute=torch.bfloat16)
 
@@ -134,16 +129,14 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} is a {kind.__name__}; FlatFSDP shards plain dense tensors: wrap the module "
             "without parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
         )
-    if kind is Tensor and parameter.layout is torch.strided and parameter.is_floating_point():
-        return
-    found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
-    if parameter.layout is not torch.strided:
-        found = f"a {parameter.layout} tensor"
-    raise ValueError(
-        f"parameter {name} is {found}; FlatFSDP shards plain dense tensors of floating-point numbers. Load a "
-        "quantized model without quantization: in BF16, what is frozen takes two bytes a parameter over all "
-        "ranks together, and flatfsdp.layers.convert computes in FP8"
-    )
+    is_dense = parameter.layout is torch.strided
+    if kind is not Tensor or not is_dense or not parameter.is_floating_point():
+        found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
+        raise ValueError(
+            f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
+            "plain dense tensors of floating-point numbers. Load a quantized model without quantization: "
+            "frozen weights take two bytes each over all ranks, and flatfsdp.layers.convert computes in FP8"
+        )
 
 
 def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -223,14 +216,18 @@ def device_of(
     return device
 
 
-def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves and casts the buffers outside inner units; tied buffers stay tied."""
+def buffers_of(owner: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that a module has directly, by name."""
+    return [(name, buffer) for name, buffer in owner._buffers.items() if buffer is not None]
+
+
+def prepare_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Moves and casts the buffers that these modules have directly; tied buffers stay tied."""
     prepared: dict[Tensor, Tensor] = {}
-    for _, owner in own_modules(module):
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                if buffer not in prepared:
-                    # Scales of FP8 layers are FP32 whatever the model is cast to.
-                    is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
-                    prepared[buffer] = buffer.to(device, dtype if is_cast else None)
-                owner._buffers[name] = prepared[buffer]
+    for owner in modules:
+        for name, buffer in buffers_of(owner):
+            if buffer not in prepared:
+                # Scales of FP8 layers are FP32 whatever the model is cast to.
+                is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
+                prepared[buffer] = buffer.to(device, dtype if is_cast else None)
+            owner._buffers[name] = prepared[buffer]

@@ -232,7 +232,7 @@ class Root:
     def _require_no_hooks(self) -> None:
         """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
-            # The first one is the engine's, see `UnreducedMarks.follow`.
+            # The first one is the engine's, see `UnreducedMarks`.
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
                 if count > 1:
@@ -259,7 +259,7 @@ class Root:
         self.calls.clear()
         if backward_follows and self.order.current.trained:
             # Gradients that are there are of a backward before this forward, such as one of a validation.
-            has_gradients = any(group.master.has_reduced_grad for group in self.groups)
+            has_gradients = any(group.master.published is not None for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
         self.shared.scales.end_forward()
         # Not the root's own: its head ran last, and the backward begins with it.

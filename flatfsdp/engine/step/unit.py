@@ -217,4 +217,4 @@ class Unit(UnitMember):
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
             group.drop_unreduced()
-            group.master.marks.drop_autograds()
+            group.master.marks.take_autograds()

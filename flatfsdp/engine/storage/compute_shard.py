@@ -28,9 +28,8 @@ class ComputeShard:
     """This rank's part of a group's parameters, in the form that the model computes with.
 
     Args:
-        master: master shard that the values come from.
-        state: facts about the group, of which those about the master's values are written here.
-        dtype: dtype of the shard.
+        master: master shard that the values come from; facts about them are written to the group's state.
+        dtype: dtype of the shard; default: the one that the model computes in.
 
     Attributes:
         tensor: memory of the shard, 1-D, as long as the master shard: the master's own if no cast is needed.
@@ -39,14 +38,14 @@ class ComputeShard:
 
     is_cast_once_a_load = False
 
-    def __init__(self, master: MasterShard, state: GroupState, dtype: torch.dtype) -> None:
-        flat = master.flat
+    def __init__(self, master: MasterShard, dtype: torch.dtype | None = None) -> None:
+        flat, dtype = master.flat, dtype or master.unit.policy.precision.compute
         self.tensor = flat.data
         # An offloaded shard is uploaded even if no cast is needed.
         if dtype != flat.dtype or master.is_offloaded:
             self.tensor = torch.zeros(flat.shape, dtype=dtype, device=master.device)
         self.master = master
-        self._state = state
+        self._state = master.state
         # By portion, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
 
@@ -100,20 +99,16 @@ class ComputeShard:
 
         It may be several neighbouring portions together.
         """
-        state, version = self.state, self.version
-        state.changes += 1
-        self._done[start, stop] = version
+        self.state.changes += 1
+        version = self._done[start, stop] = self.version
         done = [part for part, of_part in self._done.items() if of_part == version]
+        filled = (portion for portion in self.master.portions if portion.start < portion.stop)
         # One flag is for the whole shard, and an optimizer may leave out portions that have no gradient.
-        if all(
-            any(a <= p.start and p.stop <= b for a, b in done)
-            for p in self.master.portions
-            if p.start < p.stop
-        ):
-            self._all_done(state)
+        if all(any(a <= start and stop <= b for a, b in done) for _, start, stop in filled):
+            self._all_done()
 
-    def _all_done(self, state: GroupState) -> None:
-        state.is_cast = True
+    def _all_done(self) -> None:
+        self._state.is_cast = True
 
     def cast(self) -> None:
         """Casts the master shard, if it has changed."""
@@ -121,17 +116,14 @@ class ComputeShard:
             return
         unit, master, shard = self.master.unit, self.master.flat.detach(), self.tensor
         if self.master.is_offloaded:
-            nbytes = master.numel() * master.element_size()
             # From pinned memory, so the host does not wait for it.
-            with unit.moving("upload", "offload", nbytes):
+            with unit.moving("upload", "offload", master.nbytes):
                 master = master.to(shard.device, non_blocking=True)
         if self.has_own_memory:
-            nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with unit.moving("cast", "cast", nbytes):
+            with unit.moving("cast", "cast", master.nbytes + shard.nbytes):
                 self._convert(master)
-        state = self.state
-        state.changes += 1
-        state.is_cast = True
+        self._state.changes += 1
+        self._state.is_cast = True
 
     def _convert(self, master: Tensor) -> None:
         self.tensor.copy_(master)

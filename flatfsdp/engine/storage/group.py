@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.collectives import all_gather
@@ -99,31 +99,28 @@ class FlatGroup:
         self.kept_grad: KeptGrad | None = None
         self._gathered: torch.cuda.Event | None = None
 
-        precision, num_shards, originals = unit.policy.precision, self.grid.shard.size, binding.parameters()
+        policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()
         self.built_frozen = not originals[0].requires_grad
-        self.master = self._filled_master(originals)
-        self.master.divide(None if lists_flat else originals)
+        self.master = MasterShard(self.layout, unit, self.state, originals, lists_flat=lists_flat)
+        if num_shards > 1:
+            self.master.first_digests.update(zip(self.layout.slots, map(digest, originals), strict=True))
         if not lists_flat:
             binding.list(self.master.parameters)
         # "in_layers" packs weights as FP8 would, and each layer casts its own: what `verify` compares with.
-        is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
-        self.compute_shard = (
-            FP8Shard(self.master, self.state)
-            if is_fp8
-            else ComputeShard(self.master, self.state, precision.compute)
-        )
+        is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
+        self.compute_shard = FP8Shard(self.master) if is_fp8 else ComputeShard(self.master)
         self.buffer: FlatBuffer | None = None
         # One rank holds everything: the compute shard already is the unsharded buffer.
         unsharded = self.compute_shard.tensor.data
         if num_shards > 1:
             numel, device = self.layout.padded_numel(num_shards), self.master.device
-            self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=unit.policy.debug.poison_on_free)
+            self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
         self._unsharded = unsharded.untyped_storage()
         self.operands = self.compute_shard.operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
-        kind = Leaves if self.built_frozen or unit.policy.optimize_backward_concat else Views
+        kind = Leaves if self.built_frozen or policy.optimize_backward_concat else Views
         self.params = kind(binding, originals, self.operands, self.main_grad, partial(landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
@@ -134,19 +131,6 @@ class FlatGroup:
             self.compute_shard.cast()
             # Until its first use a shard may be written through `.data`, which no version counts.
             self.compute_shard.expire()
-
-    def _filled_master(self, originals: Sequence[nn.Parameter]) -> MasterShard:
-        precision = self.unit.policy.precision
-        dtype = precision.param
-        if self.built_frozen and all(each.dtype == precision.compute for each in originals):
-            # Nothing is added to it, so the values that came need no wider copy.
-            dtype = precision.compute
-        master = MasterShard(self.layout, self.unit, self.state, dtype, trainable=not self.built_frozen)
-        for slot, parameter in zip(self.layout.slots, originals, strict=True):
-            master.load(slot, parameter.detach())
-            if self.grid.shard.size > 1:
-                master.first_digests[slot] = digest(parameter)
-        return master
 
     # ---- names ------------------------------------------------------------------------------------------
 

@@ -38,31 +38,6 @@ class Portion(NamedTuple):
     stop: int
 
 
-class Split(NamedTuple):
-    """Recipe for cutting a tensor as long as a shard into portions.
-
-    Attributes:
-        lengths: lengths of the pieces: the portions, and what is between them.
-        portions: index of each portion's piece.
-    """
-
-    lengths: list[int]
-    portions: list[int]
-
-    @classmethod
-    def of(cls, portions: Sequence[Portion], numel: int) -> Split:
-        """Splits a shard into these portions and the gaps between them."""
-        split, end = cls([], []), 0
-        for _, start, stop in portions:
-            if start > end:
-                split.lengths.append(start - end)
-            split.portions.append(len(split.lengths))
-            split.lengths.append(stop - start)
-            end = stop
-        split.lengths.append(numel - end)
-        return split
-
-
 def cut(
     flat: nn.Parameter, layout: FlatLayout, rank: int, originals: Sequence[nn.Parameter]
 ) -> list[Portion]:

@@ -21,12 +21,12 @@ from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.storage.local_shards import Portion, Split, cut
+from flatfsdp.engine.storage.local_shards import Portion, cut
 from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.shared import UnitMember
 from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
-from flatfsdp.flat.layout import FlatLayout, ParamSlot
+from flatfsdp.flat.layout import FlatLayout, ParamSlot, Piece
 from flatfsdp.torch_private import uses_of_memory
 
 
@@ -58,13 +58,13 @@ class MasterShard:
         layout: places of the parameters in the whole buffer.
         unit: the unit that the group is in.
         state: facts about the group.
-        dtype: dtype of the shard.  The reduced gradient is in `Precision.grad`, by default the same.  It goes
-            to `.grad`, which PyTorch keeps in the parameter's own dtype, or to `.main_grad` if the dtypes
-            differ.
-        trainable: whether the shard requires a gradient.
+        originals: the parameters that the slots are filled from, all trained or all frozen.
+        lists_flat: whether the optimizer has the shard as one parameter, not one for each slot.
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
+        grad_dtype: dtype of the reduced gradient: `Precision.grad`, by default that of the shard.  It goes
+            to `.grad`, which PyTorch keeps in the parameter's own dtype, or else to `.main_grad`.
         portions: parts that the optimizer updates: one for each slot, even an empty one, or one for all.
         parameters: the parameters of the portions, in the same order.
         in_model: number of the shard in its model, and what asks the model's ranks about gradients.
@@ -83,15 +83,27 @@ class MasterShard:
         layout: FlatLayout,
         unit: UnitMember,
         state: GroupState,
-        dtype: torch.dtype,
+        originals: Sequence[nn.Parameter],
         *,
-        trainable: bool,
+        lists_flat: bool = False,
     ) -> None:
         self.layout = layout
         self.grid = unit.grid
         self.unit = unit
-        self._state = state
-        self.grad_dtype = unit.policy.precision.grad or dtype
+        self.state = state
+        self.in_model = ShardInModel()
+        self.stages = ALONE
+        self.generation = 0
+        self.first_digests: dict[ParamSlot, Tensor] = {}
+        self.first_version = 0
+        self.is_average = False
+        self._published: weakref.ref[Published] | None = None
+
+        precision, trains = unit.policy.precision, originals[0].requires_grad
+        # To what is built frozen nothing is added, so values in the compute dtype need no wider copy.
+        is_narrow = not trains and all(each.dtype == precision.compute for each in originals)
+        dtype = precision.compute if is_narrow else precision.param
+        self.grad_dtype = precision.grad or dtype
         is_offloaded, device = unit.policy.cpu_offload, self.device
         shard = torch.zeros(
             layout.shard_numel(self.grid.shard.size),
@@ -99,17 +111,32 @@ class MasterShard:
             device="cpu" if is_offloaded else device,
             pin_memory=is_offloaded and device.type == "cuda",
         )
-        self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.in_model = ShardInModel()
-        self.marks = UnreducedMarks(state)
-        self._split: Split | None = None
-        self._published: weakref.ref[Published] | None = None
-        self._address = self.flat.data_ptr()
-        self.stages = ALONE
-        self.generation = 0
-        self.first_digests: dict[ParamSlot, Tensor] = {}
-        self.first_version = 0
-        self.is_average = False
+        self.flat = nn.Parameter(shard, requires_grad=trains)
+        for slot, original in zip(layout.slots, originals, strict=True):
+            self.load(slot, original.detach())
+
+        self.portions: Sequence[Portion] = (
+            [Portion(self.flat, 0, self.flat.numel())]
+            if lists_flat
+            else cut(self.flat, layout, self.grid.shard.rank, originals)
+        )
+        self.parameters = [portion.parameter for portion in self.portions]
+        self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
+        self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
+        self._addresses = list(map(_ADDRESS, self._with_memory))
+        # Lengths of the portions and of what is between them, and which of these are portions.
+        self._lengths: list[int] = []
+        self._numbers: list[int] = []
+        end = 0
+        for _, start, stop in self.portions:
+            if start > end:
+                self._lengths.append(start - end)
+            self._numbers.append(len(self._lengths))
+            self._lengths.append(stop - start)
+            end = stop
+        self._lengths.append(self.flat.numel() - end)
+        self.places = [Place(self.in_model, index) for index in range(len(self.portions))]
+        self.marks = UnreducedMarks(self.parameters, self.places, state)
 
     @property
     def device(self) -> torch.device:
@@ -154,26 +181,6 @@ class MasterShard:
         """Name of a portion in its unit: "head.weight" for a slot, otherwise "flat_param"."""
         return self.layout.slots[number].name if self.is_divided else "flat_param"
 
-    def divide(self, originals: Sequence[nn.Parameter] | None) -> None:
-        """Makes what the optimizer has: a portion for each slot, or one for all.
-
-        Args:
-            originals: the parameters that the slots were filled from; None leaves the shard undivided.
-        """
-        whole = Portion(self.flat, 0, self.flat.numel())
-        self.portions: Sequence[Portion] = [whole]
-        if originals is not None:
-            self.portions = cut(self.flat, self.layout, self.grid.shard.rank, originals)
-        self.parameters = [portion.parameter for portion in self.portions]
-        others = self.portions if self.is_divided else ()
-        self._empty = [parameter for parameter, start, stop in others if start == stop]
-        filled = [whole, *(each for each in others if each.start < each.stop)]
-        self._with_memory = [portion.parameter for portion in filled]
-        size = self.flat.element_size()
-        self._addresses = [self._address + portion.start * size for portion in filled]
-        self.places = [Place(self.in_model, index) for index in range(len(self.portions))]
-        self.marks.follow(self.parameters, self.places)
-
     # ---- whole values -----------------------------------------------------------------------------------
 
     def load(self, slot: ParamSlot, value: Tensor) -> None:
@@ -181,15 +188,14 @@ class MasterShard:
         self.first_digests.pop(slot, None)
         piece = self.layout.piece(slot, self.grid.shard.rank, self.grid.shard.size)
         if piece is not None:
-            part = value.reshape(-1)[piece.start : piece.stop]
             # Not counted as a write, of which other ranks may have none: `generation` counts a load, on every
             # rank alike, even where the shard is all padding.
-            self.flat.data[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+            _put(self.flat.data, piece, value)
         self.count_load()
 
     def count_load(self) -> None:
         """Notes a load, on every rank alike, even if it wrote to the shards of some ranks only."""
-        self._state.changes += 1
+        self.state.changes += 1
         self.generation += 1
 
     def loaded(self) -> None:
@@ -201,10 +207,8 @@ class MasterShard:
         """This rank's part of whole values, as a new tensor as long as the shard; zero elsewhere."""
         shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
         for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
-            value = value_of(piece.slot)
-            if value is not None:
-                part = value.reshape(-1)[piece.start : piece.stop]
-                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
+            if (value := value_of(piece.slot)) is not None:
+                _put(shard, piece, value)
         return shard
 
     def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
@@ -236,16 +240,16 @@ class MasterShard:
 
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        length = self.flat.numel()
-        start = self.grid.shard.rank * length
-        with torch.no_grad():
-            self.flat.copy_(full[start : start + length])
-        self.loaded()
+        start = self.grid.shard.rank * self.flat.numel()
+        self._store(full[start : start + self.flat.numel()])
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
-        with torch.no_grad():
-            self.flat.copy_(self.scattered(full, self.flat.dtype))
+        self._store(self.scattered(full, self.flat.dtype))
+
+    @torch.no_grad()
+    def _store(self, own: Tensor) -> None:
+        self.flat.copy_(own)
         self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -264,8 +268,7 @@ class MasterShard:
     @property
     def has_first_values(self) -> bool:
         """Whether it keeps the values that it began with; other replicas, and copies, take those of one."""
-        is_copy = self.layout.placement is not Placement.SPLIT and self.grid.tensor.rank != 0
-        return self.grid.replicate.rank == 0 and not is_copy
+        return self.grid.replicate.rank == 0 and self.is_counted
 
     @property
     def is_first_rank(self) -> bool:
@@ -289,13 +292,13 @@ class MasterShard:
         """The reduced gradients that are there: one a portion, or one of all views together."""
         if (joint := self.joint_grad(0, len(self.portions))) is not None:
             return [joint.flat]
-        found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
+        found = (reduced_grad(parameter, self.grad_attribute) for parameter in self.parameters)
         return [plain(grad) for grad in found if grad is not None]
 
     @property
-    def has_reduced_grad(self) -> bool:
-        """Whether a reduced gradient of this shard is still there."""
-        return self._published is not None and self._published() is not None
+    def published(self) -> Published | None:
+        """The reduced gradient, as long as a part of it is still there."""
+        return None if self._published is None else self._published()
 
     def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
         """The gradient of the whole shard, if portions [first, last) all have their parts of it.
@@ -308,21 +311,20 @@ class MasterShard:
             last: number of the portion after the last one.
             empty: whether portions without elements count, which are others on each rank.
         """
-        published = None if self._published is None else self._published()
+        published, attribute = self.published, self.grad_attribute
         if published is None:
             return None
-        attribute = self.grad_attribute
         for index in range(first, last):
             parameter, start, stop = self.portions[index]
             if start == stop and not empty:
                 continue
             grad = reduced_grad(parameter, attribute)
             if index in published.idle:
-                if grad is not None:
-                    return None
-            elif (
-                type(grad) is not ShardGrad or grad.published is not published or grad.place.portion != index
-            ):
+                is_part = grad is None
+            else:
+                is_part = type(grad) is ShardGrad and grad.published is published
+                is_part = is_part and grad.place.portion == index
+            if not is_part:
                 return None
         return published
 
@@ -343,21 +345,18 @@ class MasterShard:
             published.flat.add_(grad)
             added = grad.numel()
         else:
-            published = Published(grad)
-            published.idle.update(range(len(self.portions)))
+            published = Published(grad, set(range(len(self.portions))))
             # Weak, so that zeroing the gradients of all portions frees the memory.
             self._published = weakref.ref(published)
         # Before anything is set: what autograd has brought is in the same `.grad`.
-        autograds = self.marks.autograds()
+        autograds = self.marks.take_autograds()
         if not published.idle and not autograds:
             return added
-        parts = zip(self.portions, self._parts(published.flat), self.places, used, strict=True)
-        for index, ((parameter, _, _), part, place, is_used) in enumerate(parts):
-            if (own := autograds.get(index)) is not None:
+        parts = zip(self.parameters, self._parts(published.flat), self.places, used, strict=True)
+        for index, (parameter, part, place, is_used) in enumerate(parts):
+            if index in autograds:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
-                # It is in `.grad`, also where reduced gradients are elsewhere.
-                part.add_(own.plain)
-                parameter.grad = None
+                part.add_(plain(autograds[index]))
             if index not in published.idle:
                 continue
             present = reduced_grad(parameter, attribute)
@@ -373,7 +372,6 @@ class MasterShard:
             elif is_used:
                 published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
-        self.marks.forget_autograds()
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:
@@ -381,19 +379,22 @@ class MasterShard:
 
         An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
         """
-        if self._split is None:
-            self._split = Split.of(self.portions, self.flat.numel())
-        parts = grad.split_with_sizes(self._split.lengths)
-        return [parts[piece] for piece in self._split.portions]
+        parts = grad.split_with_sizes(self._lengths)
+        return [parts[number] for number in self._numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients."""
         if set_to_none:
-            for portion in self.portions:
-                self.grad_attribute.leave(portion.parameter, None)
+            for parameter in self.parameters:
+                self.grad_attribute.leave(parameter, None)
         else:
             for grad in self.grads:
                 grad.zero_()
+
+
+def _put(shard: Tensor, piece: Piece, value: Tensor) -> None:
+    """Copies a piece of a whole parameter to its place in a shard."""
+    shard[piece.shard_offset : piece.shard_stop] = value.reshape(-1)[piece.start : piece.stop]
 
 
 class KeptGrad:

@@ -67,6 +67,7 @@ class Place(NamedTuple):
     portion: int
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Published:
     """One reduced gradient, as long as the master shard; it lives as long as one of its parts does.
 
@@ -75,11 +76,8 @@ class Published:
         idle: numbers of the portions that no rank has used, and that have no gradient.
     """
 
-    __slots__ = ("__weakref__", "flat", "idle")
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.idle: set[int] = set()
+    flat: Tensor
+    idle: set[int]
 
 
 class Answer(NamedTuple):
@@ -100,9 +98,7 @@ _DATA: Any = Tensor.data
 _BASE: Any = Tensor._base
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
-_EXTREMES = tuple(
-    getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")
-)
+_EXTREMES = [getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")]
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 _LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
@@ -146,12 +142,6 @@ class ShardGrad(Tensor):
         """Whether it stands for no gradient, and nobody has written to it but to zero it."""
         return self.stands_for_none and self._version == self.zeroings
 
-    @property
-    def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
     @classmethod
     def __torch_function__(
         cls,
@@ -170,7 +160,8 @@ class ShardGrad(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                _shared_nonfinite(args[0], args[1])
+                for norms in dict.fromkeys(grad.place.shard.norms for grad in _shard_grads(args[:1])):
+                    norms.share_nonfinite(args[1])
             elif func in _ZEROING:
                 for grad in _shard_grads(args):
                     grad.zeroings += 1
@@ -182,15 +173,15 @@ class ShardGrad(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copies to an ordinary tensor, which belongs to no parameter."""
-        return copy.deepcopy(self.plain, memo)
+        return copy.deepcopy(plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)
 
 
 def plain(grad: Tensor) -> Tensor:
     """An ordinary tensor in the same memory."""
-    return grad.plain if isinstance(grad, ShardGrad) else grad
+    return grad.as_subclass(Tensor) if isinstance(grad, ShardGrad) else grad
 
 
 def _shard_grads(values: Any) -> Iterator[ShardGrad]:
@@ -206,22 +197,18 @@ def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
     """Marks a result computed from a gradient with the same parameter, if it could replace the gradient."""
     if args and type(result) in (list, tuple):
         # torch._foreach_mul(grads, 0.5)
-        count = len(result)
-        columns = [
-            arg if isinstance(arg, (list, tuple)) and len(arg) == count else [arg] * count for arg in args
-        ]
+        n = len(result)
+        columns = [arg if isinstance(arg, (list, tuple)) and len(arg) == n else [arg] * n for arg in args]
         return type(result)(map(_of_the_same_place, result, zip(*columns, strict=True)))
     if type(result) is not Tensor or not result.is_floating_point():
         return result
-    sources = (grad for grad in _shard_grads(args) if grad.shape == result.shape)
-    source = next(sources, None)
+    source = next((grad for grad in _shard_grads(args) if grad.shape == result.shape), None)
     return result if source is None else ShardGrad.of(result, source.place)
 
 
 def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError except for `torch.max(grad, other)`."""
-    others = (*args[1:], kwargs.get("other"))
-    if not any(isinstance(other, Tensor) for other in others):
+    if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
         raise ValueError(
             f"{func.__name__} of a gradient of which this rank has a part, and some ranks none; use "
             ".grad.norm(torch.inf) for the largest magnitude over all ranks, or "
@@ -242,16 +229,10 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
             ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
     norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
-    if options.get("dtype") is not None:
-        norm = norm.to(options["dtype"])
+    norm = norm.to(options.get("dtype") or norm.dtype)
     return norm.reshape(1) if options.get("keepdim") else norm
 
 
 def _norms(tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Computes `torch._foreach_norm` of gradients and other tensors."""
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
-def _shared_nonfinite(grads: Sequence[Tensor], found: Tensor) -> None:
-    for norms in dict.fromkeys(grad.place.shard.norms for grad in grads if isinstance(grad, ShardGrad)):
-        norms.share_nonfinite(found)

@@ -32,11 +32,7 @@ def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShar
     layout = FlatLayout.pack(ParamSpec(name, shape) for name, shape in SHAPES.items())
     grid = Grid(Ranks(None, size, rank), ALONE)
     unit = UnitMember(Policy(Precision()), grid, Shared(torch.device("cpu")))
-    master = MasterShard(layout, unit, GroupState(), torch.float32, trainable=True)
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
-        master.load(slot, parameter.detach())
-    master.divide(parameters)
-    return master
+    return MasterShard(layout, unit, GroupState(), parameters)
 
 
 def portions_of(rank: int, size: int) -> tuple[MasterShard, Sequence[Portion]]:
