@@ -25,7 +25,7 @@ from flatfsdp.engine.build.claim import (
     parameters_to_take,
     prepare_buffers,
 )
-from flatfsdp.engine.guards.watch import guard
+from flatfsdp.engine.guards.modules import guard
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
@@ -78,7 +78,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
     for binding in bindings:
-        group = FlatGroup(unit, binding, unit.landed, lists_flat=lists_flat)
+        group = FlatGroup(unit, binding, lists_flat=lists_flat)
         unit.add(group)
         attach_targets(group)
     for owner in modules:

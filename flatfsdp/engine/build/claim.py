@@ -8,9 +8,7 @@ Next: `engine/storage/group.py` makes a flat group of each binding.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -32,9 +30,6 @@ from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.packing import Packs
-from flatfsdp.options import Precision
-
-logger = logging.getLogger(__name__)
 
 
 def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -69,43 +64,6 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
             raise ValueError(_tied_message(name, owner_name))
         _require_plain(name, parameter)
     return {name: parameter for parameter, name in found.items()}
-
-
-def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
-    """Precision of a model whose user names none: it computes in bf16 if most of its elements are bf16.
-
-    What is trained is updated in FP32 either way.
-
-    Args:
-        parameters: the model's parameters, by name.
-
-    Raises:
-        ValueError: for a float64 parameter, which FP32 would round, and for an fp16 one, which needs a scale.
-    """
-    elements: Counter[torch.dtype] = Counter()
-    for name, parameter in parameters.items():
-        elements[parameter.dtype] += parameter.numel()
-        if parameter.dtype == torch.float64:
-            raise ValueError(
-                f"parameter {name} is float64, and FP32 is the default precision; convert the module, or "
-                "pass precision=Precision(...) with float64 as param, compute, accumulate and reduce"
-            )
-        if parameter.dtype == torch.float16:
-            raise ValueError(
-                f"parameter {name} is fp16, whose gradients need a loss scale; call module.bfloat16(), or "
-                "pass precision=Precision(compute=torch.float16) and train with a GradScaler"
-            )
-    if 2 * elements[torch.bfloat16] <= elements.total():
-        return Precision()
-    wide = [name for name, parameter in parameters.items() if parameter.dtype == torch.float32]
-    if wide:
-        logger.warning(
-            "the model computes in bf16, as most of its parameters are bf16; %d are FP32, and are rounded to "
-            "bf16 where they are used: %s. Pass precision=Precision() to compute in FP32",
-            len(wide),
-            ", ".join([*wide[:3], "..."] if len(wide) > 3 else wide),
-        )
-    return Precision(compute=torch.bfloat16)
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:

@@ -291,12 +291,12 @@ class Views(Shown):
         if grad is not None:
             now = running_backward()
             used = {index for index, backward in self._arrived.items() if backward == now}
-            for index in [index for index in used if not self.trained[index]]:
-                # Frozen since the forward, too; the concat does not know.
-                self._binding.layout.views(grad)[index].zero_()
-                used.remove(index)
+            for index in used:
+                if not self.trained[index]:
+                    # Frozen since the forward, too; the concat does not know.
+                    self._binding.layout.views(grad)[index].zero_()
             assert self._main_grad is not None
-            self._main_grad.land_flat(grad, used)
+            self._main_grad.land_flat(grad, (index for index in used if self.trained[index]))
         self._landed(None)
 
 
@@ -330,11 +330,8 @@ class _Absent:
             return ()
         # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
         still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
-        written = [
-            slot
-            for slot, tensor in enumerate(shown)
-            if not (still_nan[slot] and shares_memory(tensor, memory)) and not is_copied_on_write(tensor)
-        ]
+        touched = [slot for slot, tensor in enumerate(shown) if not is_copied_on_write(tensor)]
+        written = [slot for slot in touched if not (still_nan[slot] and shares_memory(shown[slot], memory))]
         for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
             tensor.data = fresh
         for tensor, absent in zip(shown, self.tensors, strict=True):
@@ -347,7 +344,7 @@ def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[in
     ours, theirs = list(map(_ADDRESS, places)), list(map(_ADDRESS, shown))
     if ours == theirs:
         return ()
-    moved = [slot for slot, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their]
+    moved = [slot for slot, address in enumerate(ours) if address != theirs[slot]]
     for slot in moved:
         shown[slot].data = places[slot]
     return moved

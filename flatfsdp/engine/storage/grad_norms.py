@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +23,8 @@ from flatfsdp.engine.storage.shard_grad import Answer, ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
 from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
 
-
-class _Current(NamedTuple):
-    """A gradient that is in its parameter's `.grad` now."""
-
-    master: MasterShard
-    grad: ShardGrad
+_OfMaster = tuple[MasterShard, ShardGrad]
+"""A gradient, and the shard that it is of."""
 
 
 class NormsOverRanks:
@@ -73,10 +68,10 @@ class NormsOverRanks:
         is_in_place = master.grad_attribute.of(master.parameters[grad.place.portion]) is grad
         if self._answered == 1 or not is_in_place:
             # The other norms were not asked for the last time, or this is computed from a gradient.
-            return self._norms([_Current(master, grad)], norm_type)[0]
-        currents = list(self._current())
-        for current, norm in zip(currents, self._norms(currents, norm_type), strict=True):
-            current.grad.answer = Answer(norm_type, current.grad._version, self._writes, norm)
+            return self._norms([(master, grad)], norm_type)[0]
+        present = list(self._present())
+        for (_, each), norm in zip(present, self._norms(present, norm_type), strict=True):
+            each.answer = Answer(norm_type, each._version, self._writes, norm)
         self._answered = 1
         answer, grad.answer = grad.answer, None
         assert answer is not None
@@ -105,7 +100,7 @@ class NormsOverRanks:
             )
         require_same_grid(master.grid for master in masters)
 
-    def _current(self) -> Iterable[_Current]:
+    def _present(self) -> Iterator[_OfMaster]:
         """The gradients that are there, in the same order on all ranks."""
         for master in self._masters:
             if master.marks.is_on and not master.marks.were_zeroed:
@@ -120,24 +115,24 @@ class NormsOverRanks:
                         "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
                         "write into .grad (copy_, mul_), or compute what replaces it from it"
                     )
-                yield _Current(master, grad)
+                yield master, grad
 
-    def _norms(self, currents: Sequence[_Current], norm_type: float) -> list[Tensor]:
+    def _norms(self, gradients: Sequence[_OfMaster], norm_type: float) -> list[Tensor]:
         """The norm of each gradient over all ranks, in the given order."""
-        device = currents[0].master.device
-        parts = [plain(current.grad) for current in currents]
+        masters, device = [master for master, _ in gradients], gradients[0][0].device
+        parts = [plain(grad) for _, grad in gradients]
         dtype = widest(parts)
         norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
         # Some norms of an empty tensor are not zero.
-        counted = [n for n, part in enumerate(parts) if part.numel() and currents[n].master.is_counted]
+        counted = [n for n, part in enumerate(parts) if part.numel() and masters[n].is_counted]
         if counted:
             local = torch._foreach_norm([parts[n] for n in counted], norm_type, dtype=dtype)
             for index, norm in zip(counted, local, strict=True):
                 norms[index] = norm.to(device)
         by_partners: dict[tuple[Ranks, ...], list[int]] = {}
-        for index, current in enumerate(currents):
-            by_partners.setdefault(current.master.grid.partners, []).append(index)
-        identity = identity_of_norm(current.master.unit for current in currents)
+        for index, master in enumerate(masters):
+            by_partners.setdefault(master.grid.partners, []).append(index)
+        identity = identity_of_norm(master.unit for master in masters)
         for partners, indices in by_partners.items():
             own = torch.stack([norms[index] for index in indices])
             over_ranks = norm_over(partners, own, norm_type, identity).unbind()

@@ -16,7 +16,7 @@ A group's parameters are in one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
 
@@ -56,11 +56,9 @@ class FlatGroup:
     """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
 
     Args:
-        unit: the unit that the group is in.
+        unit: the unit that the group is in; its `landed` is called for each gradient.
         binding: binding of parameters that are registered in the module, all trained or all frozen, of one
             role.
-        landed: called when a gradient of this backward is in `main_grad`, with this group and the slot's
-            index, or None when all slots landed at once.
         lists_flat: whether the optimizer has the master shard as one parameter, and modules list none; False:
             modules list a local shard in place of each parameter.
 
@@ -81,14 +79,7 @@ class FlatGroup:
         num_trained: number of slots whose gradients land in a backward.
     """
 
-    def __init__(
-        self,
-        unit: UnitMember,
-        binding: Binding,
-        landed: Callable[[FlatGroup, int | None], None],
-        *,
-        lists_flat: bool = False,
-    ) -> None:
+    def __init__(self, unit: UnitMember, binding: Binding, *, lists_flat: bool = False) -> None:
         self.unit = unit
         self.grid = unit.grid
         self.binding = binding
@@ -121,7 +112,7 @@ class FlatGroup:
         self.operands = self.compute_shard.operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
         kind = Leaves if self.built_frozen or policy.optimize_backward_concat else Views
-        self.params = kind(binding, originals, self.operands, self.main_grad, partial(landed, self))
+        self.params = kind(binding, originals, self.operands, self.main_grad, partial(unit.landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
             # It had memory only so that views could be made of it.

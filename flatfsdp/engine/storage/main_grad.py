@@ -120,16 +120,12 @@ class MainGrad:
         slots = self._layout.packs[index].slots
         if not self._waiting.keys().isdisjoint(slots):
             self.flush()
-        views = self._open()
-        state = self._state
-        empty = [slot for slot in slots if not state.written[slot]]
-        is_first = len(empty) == len(slots)
-        state.used.update(slots)
-        for slot in empty:
-            state.written[slot] = True
-            if not is_first:
+        parts = [self._claim(slot) for slot in slots]
+        is_first = all(is_empty for _, is_empty in parts)
+        for view, is_empty in parts:
+            if is_empty and not is_first:
                 # The layer adds to the whole pack, and the contents of this part are undefined.
-                views[slot].zero_()
+                view.zero_()
         return self._pack_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
@@ -164,15 +160,12 @@ class MainGrad:
     def flush(self) -> None:
         """Adds the waiting gradients: at the end of a backward, and before the buffer is read."""
         waiting, self._waiting = self._waiting, {}
-        if not waiting:
-            return
-        grads = list(waiting.values())
-        if len(grads) <= FEW:
+        if len(waiting) <= FEW:
             for index, grad in waiting.items():
                 view, is_first = self._claim(index)
                 self._accumulate(view, grad, first=is_first)
             return
-        views, written = self._open(), self._state.written
+        grads, views, written = list(waiting.values()), self._open(), self._state.written
         targets, first = [views[index] for index in waiting], [not written[index] for index in waiting]
         for index in waiting:
             written[index] = True

@@ -266,11 +266,6 @@ class MasterShard:
         return own
 
     @property
-    def has_first_values(self) -> bool:
-        """Whether it keeps the values that it began with; other replicas, and copies, take those of one."""
-        return self.grid.replicate.rank == 0 and self.is_counted
-
-    @property
     def is_first_rank(self) -> bool:
         """Whether this is the first of the ranks that share the parameters."""
         return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0

@@ -7,13 +7,12 @@ Next: `optim/fused.py` steps neighbouring local shards as one, and writes the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
 from flatfsdp.engine.storage.group import FlatGroup
 
 
@@ -79,15 +78,17 @@ class PortionTarget:
 
 
 class GroupViews:
-    """The master shard of a group that is sharded in place, as a `ViewedShard`.
+    """The master shard of a group as a `ViewedShard`: several parameters, one for each slot.
 
     Attributes:
         flat: the whole master shard.
+        views: the parameters, each with its start and stop in the shard.
+        joint_grad: returns the gradient of consecutive views together; see `MasterShard`.
     """
 
     def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self.flat = group.master.flat
+        self._group, master = group, group.master
+        self.flat, self.views, self.joint_grad = master.flat, master.portions, master.joint_grad
 
     @property
     def model(self) -> object:
@@ -98,15 +99,6 @@ class GroupViews:
     def number(self) -> int:
         """Number of the shard in its model; 0 before the model is used."""
         return self._group.master.in_model.number
-
-    @property
-    def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """Views of the master shard, each with its start and stop in the shard."""
-        return self._group.master.portions
-
-    def joint_grad(self, first: int, last: int) -> JointGrad | None:
-        """The gradient of consecutive views together; None if they do not share one."""
-        return self._group.master.joint_grad(first, last)
 
     def joined(self, start: int, stop: int) -> FlatShard:
         """The target of consecutive views together."""

@@ -143,13 +143,7 @@ class ShardGrad(Tensor):
         return self.stands_for_none and self._version == self.zeroings
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NORMS and isinstance(args[0], ShardGrad):
             return _norm(func, args[0], args[1:], kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -76,6 +77,15 @@ class UnitMember:
         """Counts bytes that the unit moves; returns a context that shows them in a profile by this label."""
         self.shared.ledger.add(kind, nbytes)
         return span(label, self.name, self.shared.microbatch.index, int(nbytes))
+
+    def landed(self, group: Any, index: int | None) -> None:
+        """Called when a gradient of this backward is in `main_grad`.
+
+        Args:
+            group: the `FlatGroup`, which is of this unit.
+            index: index of the gradient's slot; None when all slots landed at once.
+        """
+        raise NotImplementedError
 
     @property
     def is_used(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 Version = tuple[int, int]
@@ -34,9 +35,12 @@ class GroupFacts(NamedTuple):
     is_measured: bool
     is_scaled: bool
     is_cast: bool
+    takes_part: bool
     written: tuple[bool, ...]
     used: frozenset[int]
-    takes_part: bool
+
+
+_FLAGS = attrgetter("has_transposes", "is_measured", "is_scaled", "is_cast", "takes_part")
 
 
 @dataclass(slots=True, eq=False)
@@ -95,16 +99,8 @@ class GroupState:
     def facts(self) -> GroupFacts:
         """The facts between two microbatches: nothing is under way, and what was gathered ahead is there."""
         # Each of a hundred groups is asked in a replayed microbatch: tuples are compared without any Python.
-        return GroupFacts(
-            ShardState.UNSHARDED if self.shard is ShardState.GATHERING else self.shard,
-            self.has_transposes,
-            self.is_measured,
-            self.is_scaled,
-            self.is_cast,
-            tuple(self.written),
-            frozenset(self.used),
-            self.takes_part,
-        )
+        shard = ShardState.UNSHARDED if self.shard is ShardState.GATHERING else self.shard
+        return GroupFacts(shard, *_FLAGS(self), tuple(self.written), frozenset(self.used))
 
     def take(self, facts: GroupFacts) -> None:
         """Takes these facts, for the master's version that this state is of."""

@@ -18,7 +18,7 @@ themselves.  Autograd adds its gradient to `.grad`, in any microbatch, and the r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -55,13 +55,7 @@ class Unreduced(Tensor):
         return marker
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func == _GRAD_FN.__get__:
             return None
         if func is Tensor.__repr__:

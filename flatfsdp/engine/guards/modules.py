@@ -1,17 +1,48 @@
-"""Refuses parameters added below a unit after it was built: nothing would shard, gather or reduce them.
+"""Guards the modules of a unit: hooks of PyTorch through which the engine sees what happens to them.
 
-In:   a module that is assigned to a module of a unit: a LoRA layer, a converted one, a resized embedding.
-Out:  TypeError in the assignment, which says what to do instead.
+In:   the modules that have become a unit.
+Out:  `guard(modules)`; from then on the files of this folder check each such event, and raise in the
+      offending call.  Here: parameters added below the unit (a LoRA layer, a converted one, a resized
+      embedding), which nothing would shard, gather or reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatfsdp.contract.claimed import is_owned, is_unit, taken_from
+from flatfsdp.contract.claimed import is_owned, is_unit, mark_owned, taken_from
 from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.engine.guards.optimizers import before_step, watching
+from flatfsdp.engine.guards.other_engines import refuse_distribution, refuse_engine_around
+
+
+def guard(modules: Iterable[nn.Module]) -> None:
+    """Raises from now on where a change would break these modules, whose parameters a unit has taken."""
+    for owned in modules:
+        mark_owned(owned)
+        refuse_distribution(owned)
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    """Installs hooks that stay until the process ends.
+
+    They hold no model: marks on a module or parameter say whether a unit owns it.
+    """
+    register_module_module_registration_hook(refuse_late_module)
+    register_module_module_registration_hook(refuse_engine_around)
+    register_optimizer_step_pre_hook(before_step)
+    # PyTorch has no hook for what optimizers are given, nor for state dicts of all of them.
+    cls: Any = torch.optim.Optimizer
+    cls.add_param_group = watching(cls.add_param_group)
 
 
 def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
