@@ -39,7 +39,7 @@ from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.shared import Shared
+from flatfsdp.engine.storage.state import Shared
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)

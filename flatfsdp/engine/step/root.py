@@ -26,8 +26,7 @@ from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.first_values import make_equal, require_same_first_values
-from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.storage.state import Version
+from flatfsdp.engine.storage.state import Shared, Version
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.microbatch import Microbatch

@@ -43,16 +43,18 @@ from flatfsdp.torch_private import (
 
 _ADDRESS = Tensor.data_ptr
 
+Landed = Callable[[int | None], None]
+"""Called once a gradient is in `main_grad`, with its slot's index, or None for all slots."""
+
 
 class Shown(ABC):
     """What the modules of one group have as parameters, in slot order, and what layers read in place of them.
 
     Args:
-        binding: places in the modules.
-        parameters: the binding's parameters, in slot order.
+        binding: places in the modules, which have their own parameters still.
         operands: what GEMMs read; its memory must be there now, and may come and go later.
         main_grad: where gradients land; None for parameters that are built frozen.
-        landed: called once a gradient is in `main_grad`, with its slot's index, or None for all slots.
+        landed: called for each gradient.
 
     Attributes:
         trained: for each slot, whether graphs of coming forwards lead to its parameter.
@@ -65,12 +67,7 @@ class Shown(ABC):
     _counters: tuple[Tensor, ...]
 
     def __init__(
-        self,
-        binding: Binding,
-        parameters: Sequence[nn.Parameter],
-        operands: Operands,
-        main_grad: MainGrad | None,
-        landed: Callable[[int | None], None],
+        self, binding: Binding, operands: Operands, main_grad: MainGrad | None, landed: Landed
     ) -> None:
         self._binding = binding
         self._landed = landed
@@ -80,7 +77,7 @@ class Shown(ABC):
         self._absent = _Absent(binding.layout, operands.shown)
         self._packs = PackedTensors(binding.layout, operands)
         self._is_concealed = False
-        for tensors in self._open(parameters, operands.shown):
+        for tensors in self._open(binding.parameters(), operands.shown):
             for slot, tensor in enumerate(tensors):
                 operands.leave_on(tensor, range(slot, slot + 1))
         for index, owners in enumerate(binding.pack_owners):

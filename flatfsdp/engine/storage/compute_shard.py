@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.torch_private import shares_memory
 
@@ -48,10 +47,6 @@ class ComputeShard:
         self._state = master.state
         # By portion, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
-
-    def operands(self, unsharded: Tensor) -> Operands:
-        """What GEMMs read of `unsharded`, 1-D and padded, into which the shards of all ranks are gathered."""
-        return Operands(unsharded)
 
     @property
     def version(self) -> Version:

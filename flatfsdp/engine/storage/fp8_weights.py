@@ -54,10 +54,6 @@ class FP8Shard(ComputeShard):
         self._runs = [(p.shard_offset, p.shard_stop, amax) for p, amax in zip(pieces, amaxes, strict=False)]
         self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
 
-    def operands(self, unsharded: Tensor) -> Operands:
-        """FP8 form of the gathered weights."""
-        return FP8Weights(self, unsharded)
-
     @property
     def for_optimizer(self) -> None:
         """None: the scales come from the amaxes of all ranks, which are known after the optimizer's step."""

@@ -31,11 +31,11 @@ from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.fp8_weights import FP8Shard
+from flatfsdp.engine.storage.fp8_weights import FP8Shard, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import KeptGrad, MasterShard
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupFacts, GroupState, ShardState, Version
+from flatfsdp.engine.storage.operands import Operands
+from flatfsdp.engine.storage.state import GroupFacts, ShardState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
@@ -84,7 +84,6 @@ class FlatGroup:
         self.grid = unit.grid
         self.binding = binding
         self.layout = binding.layout
-        self.state = GroupState()
         self.division: Division | None = None
         self.partial_grad: Tensor | None = None
         self.kept_grad: KeptGrad | None = None
@@ -92,36 +91,37 @@ class FlatGroup:
 
         policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()
         self.built_frozen = not originals[0].requires_grad
-        self.master = MasterShard(self.layout, unit, self.state, originals, lists_flat=lists_flat)
+        self.master = MasterShard(self.layout, unit, originals, lists_flat=lists_flat)
+        self.state = self.master.state
         if num_shards > 1:
             self.master.first_digests.update(zip(self.layout.slots, map(digest, originals), strict=True))
         if not lists_flat:
             binding.list(self.master.parameters)
         # "in_layers" packs weights as FP8 would, and each layer casts its own: what `verify` compares with.
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
-        self.compute_shard = FP8Shard(self.master) if is_fp8 else ComputeShard(self.master)
+        shard = self.compute_shard = FP8Shard(self.master) if is_fp8 else ComputeShard(self.master)
         self.buffer: FlatBuffer | None = None
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        unsharded = self.compute_shard.tensor.data
+        unsharded = shard.tensor.data
         if num_shards > 1:
             numel, device = self.layout.padded_numel(num_shards), self.master.device
             self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
         self._unsharded = unsharded.untyped_storage()
-        self.operands = self.compute_shard.operands(unsharded)
+        self.operands = FP8Weights(shard, unsharded) if isinstance(shard, FP8Shard) else Operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
         kind = Leaves if self.built_frozen or policy.optimize_backward_concat else Views
-        self.params = kind(binding, originals, self.operands, self.main_grad, partial(unit.landed, self))
+        self.params = kind(binding, self.operands, self.main_grad, partial(unit.landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
             # It had memory only so that views could be made of it.
             self._free(self.buffer)
         elif not is_fp8:
             # FP8 weights are cast at the first forward, when all ranks make their scales.
-            self.compute_shard.cast()
+            shard.cast()
             # Until its first use a shard may be written through `.data`, which no version counts.
-            self.compute_shard.expire()
+            shard.expire()
 
     # ---- names ------------------------------------------------------------------------------------------
 

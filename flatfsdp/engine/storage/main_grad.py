@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flatfsdp.contract.attribute import OfThisProcess
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.state import GroupState, UnitMember
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many

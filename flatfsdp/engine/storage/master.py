@@ -22,9 +22,8 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.local_shards import Portion, cut
-from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, ShardInModel, plain
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupState, Version
+from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
+from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot, Piece
 from flatfsdp.torch_private import uses_of_memory
@@ -57,18 +56,17 @@ class MasterShard:
     Args:
         layout: places of the parameters in the whole buffer.
         unit: the unit that the group is in.
-        state: facts about the group.
         originals: the parameters that the slots are filled from, all trained or all frozen.
         lists_flat: whether the optimizer has the shard as one parameter, not one for each slot.
 
     Attributes:
+        state: facts about the group.
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         grad_dtype: dtype of the reduced gradient: `Precision.grad`, by default that of the shard.  It goes
             to `.grad`, which PyTorch keeps in the parameter's own dtype, or else to `.main_grad`.
         portions: parts that the optimizer updates: one for each slot, even an empty one, or one for all.
         parameters: the parameters of the portions, in the same order.
         in_model: number of the shard in its model, and what asks the model's ranks about gradients.
-        places: whose gradients those of the portions are.
         marks: watch over the `.grad` of the portions while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         generation: number of loads, also from other replicas; any other write raises `flat._version`.
@@ -79,18 +77,12 @@ class MasterShard:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        unit: UnitMember,
-        state: GroupState,
-        originals: Sequence[nn.Parameter],
-        *,
-        lists_flat: bool = False,
+        self, layout: FlatLayout, unit: UnitMember, originals: Sequence[nn.Parameter], *, lists_flat: bool
     ) -> None:
         self.layout = layout
         self.grid = unit.grid
         self.unit = unit
-        self.state = state
+        self.state = GroupState()
         self.in_model = ShardInModel()
         self.stages = ALONE
         self.generation = 0
@@ -135,8 +127,7 @@ class MasterShard:
             self._lengths.append(stop - start)
             end = stop
         self._lengths.append(self.flat.numel() - end)
-        self.places = [Place(self.in_model, index) for index in range(len(self.portions))]
-        self.marks = UnreducedMarks(self.parameters, self.places, state)
+        self.marks = UnreducedMarks(self.parameters, self.in_model, self.state)
 
     @property
     def device(self) -> torch.device:
@@ -347,7 +338,7 @@ class MasterShard:
         autograds = self.marks.take_autograds()
         if not published.idle and not autograds:
             return added
-        parts = zip(self.parameters, self._parts(published.flat), self.places, used, strict=True)
+        parts = zip(self.parameters, self._parts(published.flat), self.marks.places, used, strict=True)
         for index, (parameter, part, place, is_used) in enumerate(parts):
             if index in autograds:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
-from flatfsdp.engine.storage.shard_grad import Place, ShardGrad
+from flatfsdp.engine.storage.shard_grad import Place, ShardGrad, ShardInModel
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.torch_private import receives_gradient, weakly
 
@@ -47,8 +47,7 @@ class Unreduced(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, place: Place) -> Unreduced:
         """Makes the marker for a parameter whose gradient is being accumulated."""
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        marker = zero.expand(parameter.shape).as_subclass(Unreduced)
+        marker = parameter.new_zeros(()).expand(parameter.shape).as_subclass(Unreduced)
         # The parameter refers to the marker; a reference back would keep both alive for good.
         marker._parameter = weakref.ref(parameter)
         marker._place = place
@@ -94,18 +93,18 @@ class UnreducedMarks:
 
     Args:
         parameters: the parameters of the shard that the optimizer has.
-        places: whose gradients those of the parameters are.
+        shard: the shard, as its gradients know it.
         state: facts about the group; `changes` is raised when a watch begins or ends.
 
     Attributes:
+        places: whose gradients those of the parameters are.
         is_on: whether the gradients are watched.
         watched: what is in the `.grad` of each parameter while it is watched.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], places: Sequence[Place], state: GroupState
-    ) -> None:
-        self.parameters, self._places, self._state = parameters, places, state
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: ShardInModel, state: GroupState) -> None:
+        self.parameters, self._state = parameters, state
+        self.places = [Place(shard, index) for index in range(len(parameters))]
         self.is_on = False
         self._markers: Sequence[Unreduced] = ()
         self.watched: list[Tensor] = []
@@ -126,8 +125,8 @@ class UnreducedMarks:
     def start(self) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
         self._state.changes += 1
-        self._markers = self._markers or list(map(Unreduced.of, self.parameters, self._places))
-        for parameter, marker, place in zip(self.parameters, self._markers, self._places, strict=True):
+        self._markers = self._markers or list(map(Unreduced.of, self.parameters, self.places))
+        for parameter, marker, place in zip(self.parameters, self._markers, self.places, strict=True):
             grad = parameter.grad
             if grad is None:
                 parameter.grad = marker
@@ -209,7 +208,7 @@ class UnreducedMarks:
         self._state.changes += 1
         self._state.from_autograd += 1
         if was_empty:
-            parameter.grad = grad = ShardGrad.of(grad, self._places[index])
+            parameter.grad = grad = ShardGrad.of(grad, self.places[index])
             grad.is_autograds = True
             self._brought.add(index)
         # A penalty is no `zero_grad()`.

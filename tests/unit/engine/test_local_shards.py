@@ -15,8 +15,7 @@ from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.storage.local_shards import Portion
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shared import Shared, UnitMember
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.state import Shared, UnitMember
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.options import Policy, Precision
 
@@ -32,7 +31,7 @@ def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShar
     layout = FlatLayout.pack(ParamSpec(name, shape) for name, shape in SHAPES.items())
     grid = Grid(Ranks(None, size, rank), ALONE)
     unit = UnitMember(Policy(Precision()), grid, Shared(torch.device("cpu")))
-    return MasterShard(layout, unit, GroupState(), parameters)
+    return MasterShard(layout, unit, parameters, lists_flat=False)
 
 
 def portions_of(rank: int, size: int) -> tuple[MasterShard, Sequence[Portion]]:
