@@ -45,7 +45,8 @@ _WATCHED = "_flatfsdp_watched"
 @never_traced
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Checks an optimizer that is about to step; a hook of all optimizers."""
-    refuse_optimizer(optimizer)
+    refuse_taken(optimizer)
+    refuse_decay_by_dim(optimizer)
     # It may have got shards past add_param_group, by an assignment to its groups.
     watch(optimizer)
     # A closure runs the backward, later; the optimizer itself is the first argument.
@@ -161,12 +162,11 @@ def _targets(optimizer: torch.optim.Optimizer) -> list[PortionTarget]:
     return [target for target in found if isinstance(target, PortionTarget)]
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
+def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
+    """Checks what an optimizer has; runs before every step of every one, and reads one attribute a parameter.
 
     Raises:
-        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if weight
-            decay was chosen by `p.dim()`, which is 1 for shards.
+        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place.
     """
     # No function call per parameter: that would take most of the time.
     mark = TAKEN_AS.name
@@ -177,7 +177,6 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "as a forward reads it, or as summon_full_params shows it, and would not reach the shards. Build "
             "it after sharding, from model.parameters() outside of summon_full_params, or from param_groups"
         )
-    _refuse_decay_by_dim(optimizer)
 
 
 def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
@@ -202,13 +201,12 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses groups chosen by `p.dim() >= 2`, which selects nothing among 1-D shards."""
+def refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for groups chosen by `p.dim() >= 2`, which selects nothing among 1-D shards."""
     groups = optimizer.param_groups
-    if not any(not group["params"] and group.get("weight_decay") for group in groups):
-        return
+    is_empty = any(not group["params"] and group.get("weight_decay") for group in groups)
     spared = (p for group in groups if not group.get("weight_decay") for p in group["params"])
-    if any(_has_matrix(parameter) for parameter in spared):
+    if is_empty and any(map(_has_matrix, spared)):
         raise ValueError(
             f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty. Shards "
             "are 1-D, so p.dim() does not tell: flatfsdp.param_groups(model, [{'params': lambda name, shape: "

@@ -224,29 +224,25 @@ class Views(Shown):
         self._counters = (self._leaf,)
         # The backward in which a gradient last came to each view.
         self._arrived: dict[int, int] = {}
-        for index, view in enumerate(views):
+        for index, (view, parameter) in enumerate(zip(views, parameters, strict=True)):
             # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
             view.register_hook(weakly(self, Views._arrive, index))
+            if parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {slots[index].name} has a post-accumulate-gradient hook, which only leaves "
+                    "have; pass optimize_backward_concat=True, or register a tensor hook"
+                )
+            # The module will not see the old parameters again.
+            for hook in (parameter._backward_hooks or {}).values():
+                view.register_hook(hook)
         self.remake_packs()
-        self._take_over_hooks(parameters)
         self.follow([True] * len(views))
         for tensors in (views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
         return [views, self._frozen_views]
-
-    def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Moves the user's hooks to the views: the module will not see the old parameters again."""
-        for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._parts, strict=True):
-            if parameter._post_accumulate_grad_hooks:
-                raise ValueError(
-                    f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
-                    "pass optimize_backward_concat=True, or register a tensor hook"
-                )
-            for hook in (parameter._backward_hooks or {}).values():
-                view.register_hook(hook)
 
     def follow(self, trained: Sequence[bool]) -> None:
         """Sets whether graphs of coming forwards lead from the view of each slot to the flat leaf."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shard_grad import Answer, ShardGrad, plain
+from flatfsdp.engine.storage.shard_grad import ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
 from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
 
@@ -58,9 +58,9 @@ class NormsOverRanks:
             ValueError: if some units are spread over fewer ranks than others.
         """
         answer, grad.answer = grad.answer, None
-        if answer is not None and answer[:3] == (norm_type, grad._version, self._writes):
+        if answer is not None and answer[0] == (norm_type, grad._version, self._writes):
             self._answered += 1
-            return answer.norm
+            return answer[1]
         self._require_whole_model()
         master = self._references[grad.place.shard.number]()
         if master is None:
@@ -71,11 +71,10 @@ class NormsOverRanks:
             return self._norms([(master, grad)], norm_type)[0]
         present = list(self._present())
         for (_, each), norm in zip(present, self._norms(present, norm_type), strict=True):
-            each.answer = Answer(norm_type, each._version, self._writes, norm)
-        self._answered = 1
-        answer, grad.answer = grad.answer, None
-        assert answer is not None
-        return answer.norm
+            each.answer = (norm_type, each._version, self._writes), norm
+        self._answered = 0
+        # Its own is one of them.
+        return self.norm(grad, norm_type)
 
     def forget(self) -> None:
         """Drops the answers: gradients may be written to unnoticed from now on."""

@@ -306,11 +306,10 @@ class MasterShard:
                 continue
             grad = reduced_grad(parameter, attribute)
             if index in published.idle:
-                is_part = grad is None
+                ours = grad is None
             else:
-                is_part = type(grad) is ShardGrad and grad.published is published
-                is_part = is_part and grad.place.portion == index
-            if not is_part:
+                ours = type(grad) is ShardGrad and grad.published is published and grad.place.portion == index
+            if not ours:
                 return None
         return published
 

@@ -67,7 +67,7 @@ class Place(NamedTuple):
     portion: int
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Published:
     """One reduced gradient, as long as the master shard; it lives as long as one of its parts does.
 
@@ -78,20 +78,6 @@ class Published:
 
     flat: Tensor
     idle: set[int]
-
-
-class Answer(NamedTuple):
-    """A norm that was taken with others and has not been asked for yet.
-
-    Attributes:
-        version: version of the gradient at that time.
-        writes: count, at that time, of possible unnoticed writes to gradients.
-    """
-
-    norm_type: float
-    version: int
-    writes: int
-    norm: Tensor
 
 
 _DATA: Any = Tensor.data
@@ -117,7 +103,8 @@ class ShardGrad(Tensor):
     Attributes:
         place: the parameter that it is the gradient of.
         published: the reduced gradient that this is a part of, in the same memory; None for computed results.
-        answer: its norm, if that was taken with another one.
+        answer: what its norm is known for, and the norm, if that was taken with others and has not been
+            asked for yet; see `NormsOverRanks`.
         zeroings: number of times it was zeroed.
         is_autograds: whether autograd has made it, where there was no gradient (see `unreduced.py`).
         stands_for_none: whether it is the zeros that `zero_grad(set_to_none=False)` put in place of a marker.
@@ -125,7 +112,7 @@ class ShardGrad(Tensor):
 
     place: Place
     published: Published | None = None
-    answer: Answer | None = None
+    answer: tuple[tuple[float, int, int], Tensor] | None = None
     zeroings: int = 0
     is_autograds: bool = False
     stands_for_none: bool = False

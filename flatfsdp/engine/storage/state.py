@@ -198,7 +198,7 @@ class GroupState:
         """The facts between two microbatches: nothing is under way, and what was gathered ahead is there."""
         # Each of a hundred groups is asked in a replayed microbatch: tuples are compared without any Python.
         shard = ShardState.UNSHARDED if self.shard is ShardState.GATHERING else self.shard
-        return GroupFacts(shard, *_FLAGS(self), tuple(self.written), frozenset(self.used))
+        return GroupFacts._make((shard, *_FLAGS(self), tuple(self.written), frozenset(self.used)))
 
     def take(self, facts: GroupFacts) -> None:
         """Takes these facts, for the master's version that this state is of."""
