@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.guards.optimizers import PART
-from flatfsdp.engine.storage.local_shards import Portion
-from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot

@@ -59,14 +59,12 @@ def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) ->
         return
     brought = nn.Module.named_parameters(value) if value is not None else ()
     trained = (name for name, each in brought if each.requires_grad and FLAT_SHARD.of(each) is None)
-    parameter = next(trained, None)
-    if parameter is not None:
+    if (parameter := next(trained, None)) is not None:
         raise TypeError(
             f"{name} of {type(parent).__name__} brings parameter {parameter} into a unit that is built "
             f"already: it would be neither sharded nor reduced. {_WAY_OUT}"
         )
-    lost = next(_sharded(present, value), None) if present is not None else None
-    if lost is not None:
+    if present is not None and (lost := next(_sharded(present, value), None)) is not None:
         raise TypeError(
             f"{name} of {type(parent).__name__} is replaced in a unit that is built already, which has "
             f"sharded {lost} there and would keep it without a use. {_WAY_OUT}"
@@ -85,6 +83,5 @@ def _sharded(module: nn.Module, kept: nn.Module | None) -> Iterator[str]:
     stays = set() if kept is None else set(kept.modules())
     for path, each in module.named_modules():
         if each not in stays:
-            yield from (f"{path}.{name}".lstrip(".") for name in taken_from(each))
-            if is_unit(each):
-                yield from (f"{path}.{name}".lstrip(".") for name in each._parameters)
+            names = [*taken_from(each), *(each._parameters if is_unit(each) else ())]
+            yield from (f"{path}.{name}".lstrip(".") for name in names)

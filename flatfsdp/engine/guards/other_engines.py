@@ -47,8 +47,7 @@ class Guarded(nn.Module):
         Raises:
             ValueError: if another engine registers it.
         """
-        engine = _engine_of(hook)
-        if engine is not None:
+        if (engine := _engine_of(hook)) is not None:
             raise _around(engine)
         return super().register_forward_pre_hook(hook, **options)
 

@@ -1,15 +1,22 @@
 """The master shard: the part of a unit's parameters that this rank's optimizer updates.
 
 In:   whole parameter values (construction, `load`), reduced gradients (`engine/step/reduce.py`).
-Out:  one flat parameter with `.grad`; whole values again for checkpoints (`gather`).
-Next: `group.py` casts and gathers it for forward and backward.
+Out:  local shards with `.grad`: parameters in its memory, one a slot; whole values again for checkpoints.
+Next: `flat/binding.py` lists the local shards in modules, and optimizers update them; `group.py` casts and
+      gathers the master shard for forward and backward.
+
+    master shard    | slot 0 .......|gap| slot 1 ....................|
+    local shards      [0, 13)             [16, 48)                       slot 2: [48, 48), on the next rank
+
+An empty one stands where its parameter would be, so starts ascend in the order of the slots.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +25,10 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.storage.local_shards import Portion, cut
 from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
@@ -46,6 +53,22 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
 T = TypeVar("T")
 
 _ADDRESS = Tensor.data_ptr
+
+_OF_ONE_TENSOR = {
+    each.name
+    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
+    for each in vars(contract).values()
+    if isinstance(each, Attribute)
+}
+"""Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
+
+
+class Portion(NamedTuple):
+    """Elements [start, stop) of a master shard, and the parameter that aliases them for the optimizer."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
 
 
 class MasterShard:
@@ -107,27 +130,36 @@ class MasterShard:
         for slot, original in zip(layout.slots, originals, strict=True):
             self.load(slot, original.detach())
 
-        self.portions: Sequence[Portion] = (
-            [Portion(self.flat, 0, self.flat.numel())]
-            if lists_flat
-            else cut(self.flat, layout, self.grid.shard.rank, originals)
-        )
+        whole = Portion(self.flat, 0, self.flat.numel())
+        self.portions: Sequence[Portion] = [whole] if lists_flat else self._divided(originals)
         self.parameters = [portion.parameter for portion in self.portions]
         self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
         self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
         self._addresses = list(map(_ADDRESS, self._with_memory))
-        # Lengths of the portions and of what is between them, and which of these are portions.
-        self._lengths: list[int] = []
-        self._numbers: list[int] = []
-        end = 0
-        for _, start, stop in self.portions:
-            if start > end:
-                self._lengths.append(start - end)
-            self._numbers.append(len(self._lengths))
-            self._lengths.append(stop - start)
-            end = stop
-        self._lengths.append(self.flat.numel() - end)
+        # How `_parts` splits a gradient: into gaps and portions in turn, a gap first, but without empty gaps.
+        edges = [0, *(edge for _, start, stop in self.portions for edge in (start, stop)), self.flat.numel()]
+        lengths = [stop - start for start, stop in pairwise(edges)]
+        kept = [number for number, length in enumerate(lengths) if length or number % 2]
+        self._lengths = [lengths[number] for number in kept]
+        self._numbers = [place for place, number in enumerate(kept) if number % 2]
         self.marks = UnreducedMarks(self.parameters, self.in_model, self.state)
+
+    def _divided(self, originals: Sequence[nn.Parameter]) -> list[Portion]:
+        """One local shard for each slot: 1-D, in the shard's memory, empty if the slot lies on other ranks.
+
+        Each has the original's `requires_grad` and own attributes, and its whole shape (`whole_shape`).
+        """
+        portions, rank, length = [], self.grid.shard.rank, self.flat.numel()
+        for slot, original in zip(self.layout.slots, originals, strict=True):
+            start, stop = (min(max(edge - rank * length, 0), length) for edge in (slot.offset, slot.end))
+            # A slice of a detached tensor shares the version counter, so its updates are noticed.
+            parameter = nn.Parameter(self.flat.detach()[start:stop], original.requires_grad)
+            # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
+            users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
+            vars(parameter).update(users_own)
+            whole_shape.WHOLE_SHAPE.leave(parameter, slot.whole_shape)
+            portions.append(Portion(parameter, start, stop))
+        return portions
 
     @property
     def device(self) -> torch.device:

@@ -13,8 +13,7 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.storage.local_shards import Portion
-from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.storage.state import Shared, UnitMember
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.options import Policy, Precision
