@@ -131,8 +131,7 @@ class FP8Weights(Operands):
         nan = torch.full((), torch.nan, dtype=policy.precision.compute, device=device)
         super().__init__(nan.expand(unsharded.shape))
         self._state = shard.master.state
-        poison = policy.debug.poison_on_free
-        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, device, poison=poison)
+        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, device, poison=policy.debug.poison_on_free)
         self._parts = layout.views(unsharded)
         rowwise = [run.view_of(unsharded) for run in layout.runs]
         # Refilling the memory must not look to autograd like a write to what it has saved.
