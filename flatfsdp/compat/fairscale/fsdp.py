@@ -214,7 +214,7 @@ class FullyShardedDataParallel(FlatFSDP):
         return [
             portion.parameter
             for master in masters
-            for portion in master.portions
+            for portion in master.local_shards
             if reduced_grad(portion.parameter, master.grad_attribute) is not None
         ]
 

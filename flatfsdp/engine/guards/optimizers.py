@@ -20,7 +20,7 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.optimizer_targets import PortionTarget
+from flatfsdp.engine.storage.optimizer_targets import ShardTarget
 from flatfsdp.torch_private import never_traced
 
 _NOT_ELEMENTWISE = (
@@ -155,11 +155,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _targets(optimizer: torch.optim.Optimizer) -> list[PortionTarget]:
+def _targets(optimizer: torch.optim.Optimizer) -> list[ShardTarget]:
     """Targets of the optimizer's shards; each step asks, so there is no function call a parameter."""
     shard = FLAT_SHARD.name
     found = (p.__dict__.get(shard) for group in optimizer.param_groups for p in group["params"])
-    return [target for target in found if isinstance(target, PortionTarget)]
+    return [target for target in found if isinstance(target, ShardTarget)]
 
 
 def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
@@ -217,6 +217,6 @@ def refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
 def _has_matrix(parameter: Tensor) -> bool:
     """Whether an optimizer has, in this shard, a part of a parameter that has a matrix's shape as a whole."""
     shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
-    if shape is not None or not isinstance(target, PortionTarget):
+    if shape is not None or not isinstance(target, ShardTarget):
         return shape is not None and len(shape) >= 2
     return any(len(slot.whole_shape) >= 2 for slot in target.group.layout.slots)

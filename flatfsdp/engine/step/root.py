@@ -235,7 +235,7 @@ class Root:
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
                 if count > 1:
-                    name = group.unit.prefix + group.master.portion_name(number)
+                    name = group.unit.prefix + group.master.local_shard_name(number)
                     raise RuntimeError(
                         f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
                         "this rank's part, and its gradient comes from a reduction; use "

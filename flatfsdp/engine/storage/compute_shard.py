@@ -9,7 +9,7 @@ Next: `group.py` gathers it into the flat buffer.
     is_scaled      the scales of that version have been set (FP8 weights)
     is_cast        the compute shard holds that version
 
-An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `portion_done`;
+An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `elements_done`;
 otherwise both are done before the next gather.
 """
 
@@ -45,7 +45,7 @@ class ComputeShard:
             self.tensor = torch.zeros(flat.shape, dtype=dtype, device=master.device)
         self.master = master
         self._state = master.state
-        # By portion, the version that an optimizer has written together with what goes with it.
+        # By local shard, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
 
     @property
@@ -89,16 +89,16 @@ class ComputeShard:
         """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
         return []
 
-    def portion_done(self, start: int, stop: int) -> None:
-        """Notes that an optimizer has updated a portion of the master shard, and written what goes with it.
+    def elements_done(self, start: int, stop: int) -> None:
+        """Notes that an optimizer has updated these elements, and written what goes with them.
 
-        It may be several neighbouring portions together.
+        They may be a local shard's, or those of several neighbours.
         """
         self.state.changes += 1
         version = self._done[start, stop] = self.version
         done = [part for part, of_part in self._done.items() if of_part == version]
-        filled = (portion for portion in self.master.portions if portion.start < portion.stop)
-        # One flag is for the whole shard, and an optimizer may leave out portions that have no gradient.
+        filled = (local for local in self.master.local_shards if local.start < local.stop)
+        # One flag is for the whole shard, and an optimizer may leave out local shards that have no gradient.
         if all(any(a <= start and stop <= b for a, b in done) for _, start, stop in filled):
             self._all_done()
 

@@ -65,7 +65,7 @@ class NormsOverRanks:
         master = self._references[grad.place.shard.number]()
         if master is None:
             raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
-        is_in_place = master.grad_attribute.of(master.parameters[grad.place.portion]) is grad
+        is_in_place = master.grad_attribute.of(master.parameters[grad.place.number]) is grad
         if self._answered == 1 or not is_in_place:
             # The other norms were not asked for the last time, or this is computed from a gradient.
             return self._norms([(master, grad)], norm_type)[0]
@@ -110,7 +110,7 @@ class NormsOverRanks:
                     continue
                 if not isinstance(grad, ShardGrad) or grad.place != (master.in_model, index):
                     raise RuntimeError(
-                        f"the gradient of {master.portion_name(index)} has been replaced by a tensor of "
+                        f"the gradient of {master.local_shard_name(index)} has been replaced by a tensor of "
                         "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
                         "write into .grad (copy_, mul_), or compute what replaces it from it"
                     )

@@ -251,7 +251,7 @@ class FlatGroup:
     @property
     def flags(self) -> Sequence[bool]:
         """For each slot, whether its parameter requires a gradient now."""
-        return self.master.of_slots(list(map(_REQUIRES_GRAD, self.master.parameters)))
+        return self.master.per_slot(list(map(_REQUIRES_GRAD, self.master.parameters)))
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Trains or freezes the parameter of each slot from now on."""
@@ -260,7 +260,8 @@ class FlatGroup:
         self.params.follow(wanted)
         self.num_trained = sum(wanted)
         self.master.flat.requires_grad_(any(wanted))
-        for parameter, trains in zip(self.master.parameters, self.master.of_portions(wanted), strict=True):
+        flags = self.master.per_local_shard(wanted)
+        for parameter, trains in zip(self.master.parameters, flags, strict=True):
             parameter.requires_grad_(trains)
 
     def open_main_grad(self) -> None:

@@ -63,7 +63,7 @@ _OF_ONE_TENSOR = {
 """Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
 
-class Portion(NamedTuple):
+class LocalShard(NamedTuple):
     """Elements [start, stop) of a master shard, and the parameter that aliases them for the optimizer."""
 
     parameter: nn.Parameter
@@ -87,10 +87,10 @@ class MasterShard:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         grad_dtype: dtype of the reduced gradient: `Precision.grad`, by default that of the shard.  It goes
             to `.grad`, which PyTorch keeps in the parameter's own dtype, or else to `.main_grad`.
-        portions: parts that the optimizer updates: one for each slot, even an empty one, or one for all.
-        parameters: the parameters of the portions, in the same order.
+        local_shards: what the optimizer updates: one for each slot, even an empty one, or one for all.
+        parameters: the parameters of the local shards, in the same order.
         in_model: number of the shard in its model, and what asks the model's ranks about gradients.
-        marks: watch over the `.grad` of the portions while gradients wait to be reduced.
+        marks: watch over the `.grad` of the local shards while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         generation: number of loads, also from other replicas; any other write raises `flat._version`.
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
@@ -130,26 +130,26 @@ class MasterShard:
         for slot, original in zip(layout.slots, originals, strict=True):
             self.load(slot, original.detach())
 
-        whole = Portion(self.flat, 0, self.flat.numel())
-        self.portions: Sequence[Portion] = [whole] if lists_flat else self._divided(originals)
-        self.parameters = [portion.parameter for portion in self.portions]
+        whole = LocalShard(self.flat, 0, self.flat.numel())
+        self.local_shards: Sequence[LocalShard] = [whole] if lists_flat else self._divided(originals)
+        self.parameters = [local.parameter for local in self.local_shards]
         self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
         self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
         self._addresses = list(map(_ADDRESS, self._with_memory))
-        # How `_parts` splits a gradient: into gaps and portions in turn, a gap first, but without empty gaps.
-        edges = [0, *(edge for _, start, stop in self.portions for edge in (start, stop)), self.flat.numel()]
+        # How `_parts` splits a gradient: into gaps and local shards in turn, a gap first, but no empty gaps.
+        edges = [0, *(edge for _, *both in self.local_shards for edge in both), self.flat.numel()]
         lengths = [stop - start for start, stop in pairwise(edges)]
         kept = [number for number, length in enumerate(lengths) if length or number % 2]
         self._lengths = [lengths[number] for number in kept]
         self._numbers = [place for place, number in enumerate(kept) if number % 2]
         self.marks = UnreducedMarks(self.parameters, self.in_model, self.state)
 
-    def _divided(self, originals: Sequence[nn.Parameter]) -> list[Portion]:
+    def _divided(self, originals: Sequence[nn.Parameter]) -> list[LocalShard]:
         """One local shard for each slot: 1-D, in the shard's memory, empty if the slot lies on other ranks.
 
         Each has the original's `requires_grad` and own attributes, and its whole shape (`whole_shape`).
         """
-        portions, rank, length = [], self.grid.shard.rank, self.flat.numel()
+        found, rank, length = [], self.grid.shard.rank, self.flat.numel()
         for slot, original in zip(self.layout.slots, originals, strict=True):
             start, stop = (min(max(edge - rank * length, 0), length) for edge in (slot.offset, slot.end))
             # A slice of a detached tensor shares the version counter, so its updates are noticed.
@@ -158,8 +158,8 @@ class MasterShard:
             users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
             vars(parameter).update(users_own)
             whole_shape.WHOLE_SHAPE.leave(parameter, slot.whole_shape)
-            portions.append(Portion(parameter, start, stop))
-        return portions
+            found.append(LocalShard(parameter, start, stop))
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -173,10 +173,10 @@ class MasterShard:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the shard, or a portion, was given other memory than is cast and gathered."""
+        """Whether it, or a local shard, was given other memory than is cast and gathered."""
         if list(map(_ADDRESS, self._with_memory)) != self._addresses:
             return True
-        # An empty portion has no address of its own, and has moved on all ranks or none.
+        # An empty local shard has no address of its own, and has moved on all ranks or none.
         memory = self.flat.untyped_storage().data_ptr()
         return any(empty.untyped_storage().data_ptr() != memory for empty in self._empty)
 
@@ -189,19 +189,19 @@ class MasterShard:
 
     @property
     def is_divided(self) -> bool:
-        """Whether each slot is a portion, rather than the shard as a whole."""
+        """Whether each slot has a local shard, rather than one for all."""
         return self.parameters[0] is not self.flat
 
-    def of_slots(self, of_portions: Sequence[T]) -> Sequence[T]:
-        """For each slot, what is given for the portion that it is in."""
-        return of_portions if self.is_divided else [*of_portions] * len(self.layout.slots)
+    def per_slot(self, given: Sequence[T]) -> Sequence[T]:
+        """For each slot, what is given for the local shard that it is in."""
+        return given if self.is_divided else [*given] * len(self.layout.slots)
 
-    def of_portions(self, of_slots: Sequence[bool]) -> Sequence[bool]:
-        """For each portion, whether it holds for a slot in it."""
+    def per_local_shard(self, of_slots: Sequence[bool]) -> Sequence[bool]:
+        """For each local shard, whether it holds for a slot in it."""
         return of_slots if self.is_divided else [any(of_slots)]
 
-    def portion_name(self, number: int) -> str:
-        """Name of a portion in its unit: "head.weight" for a slot, otherwise "flat_param"."""
+    def local_shard_name(self, number: int) -> str:
+        """Name of a local shard in its unit: "head.weight" for a slot, otherwise "flat_param"."""
         return self.layout.slots[number].name if self.is_divided else "flat_param"
 
     # ---- whole values -----------------------------------------------------------------------------------
@@ -302,13 +302,13 @@ class MasterShard:
 
     @property
     def grad_attribute(self) -> Attribute[Tensor | None]:
-        """Attribute of the portions that holds their reduced gradients."""
+        """Attribute of the local shards that holds their reduced gradients."""
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
     def grads(self) -> Sequence[Tensor]:
-        """The reduced gradients that are there: one a portion, or one of all views together."""
-        if (joint := self.joint_grad(0, len(self.portions))) is not None:
+        """The reduced gradients that are there: one a local shard, or one of all together."""
+        if (joint := self.joint_grad(0, len(self.local_shards))) is not None:
             return [joint.flat]
         found = (reduced_grad(parameter, self.grad_attribute) for parameter in self.parameters)
         return [plain(grad) for grad in found if grad is not None]
@@ -319,28 +319,28 @@ class MasterShard:
         return None if self._published is None else self._published()
 
     def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
-        """The gradient of the whole shard, if portions [first, last) all have their parts of it.
+        """The gradient of the whole shard, if local shards [first, last) all have their parts of it.
 
         An idle one has none, where that is zero.  None if one of them has no gradient for another reason, or
         another gradient.
 
         Args:
-            first: number of the first portion.
-            last: number of the portion after the last one.
-            empty: whether portions without elements count, which are others on each rank.
+            first: number of the first local shard.
+            last: number of the local shard after the last one.
+            empty: whether local shards without elements count, which are others on each rank.
         """
         published, attribute = self.published, self.grad_attribute
         if published is None:
             return None
         for index in range(first, last):
-            parameter, start, stop = self.portions[index]
+            parameter, start, stop = self.local_shards[index]
             if start == stop and not empty:
                 continue
             grad = reduced_grad(parameter, attribute)
             if index in published.idle:
                 ours = grad is None
             else:
-                ours = type(grad) is ShardGrad and grad.published is published and grad.place.portion == index
+                ours = type(grad) is ShardGrad and grad.published is published and grad.place.number == index
             if not ours:
                 return None
         return published
@@ -350,20 +350,20 @@ class MasterShard:
 
         Args:
             grad: as long as the shard.
-            used: for each portion, whether some rank has used it in this step; what nobody has used gets no
-                gradient.
+            used: for each local shard, whether some rank has used it in this step; what nobody has used gets
+                no gradient.
 
         Returns:
             Number of elements that were added, not set.
         """
         attribute, added = self.grad_attribute, 0
-        published = self.joint_grad(0, len(self.portions), empty=True)
+        published = self.joint_grad(0, len(self.local_shards), empty=True)
         if published is not None:
             published.flat.add_(grad)
             added = grad.numel()
         else:
-            published = Published(grad, set(range(len(self.portions))))
-            # Weak, so that zeroing the gradients of all portions frees the memory.
+            published = Published(grad, set(range(len(self.local_shards))))
+            # Weak, so that zeroing the gradients of all local shards frees the memory.
             self._published = weakref.ref(published)
         # Before anything is set: what autograd has brought is in the same `.grad`.
         autograds = self.marks.take_autograds()
@@ -392,7 +392,7 @@ class MasterShard:
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:
-        """The elements of each portion.
+        """The elements of each local shard.
 
         An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
         """

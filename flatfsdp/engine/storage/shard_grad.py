@@ -1,10 +1,10 @@
 """`ShardGrad`: a rank's part of a gradient, which asks other ranks where its own part cannot answer.
 
 In:   a reduced gradient, as long as the master shard (`Published`).
-Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each view, in the same memory.
+Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each local shard, in the same memory.
 Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_norms.py` answers over ranks.
 
-    flat gradient   | view 0 .......|gap| view 1 ....................|     kept alive by its parts alone
+    flat gradient   | slot 0 .......|gap| slot 1 ....................|     kept alive by its parts alone
     .grad             ShardGrad           ShardGrad
 
 A `ShardGrad`, and any result of the same shape that is computed from it (`p.grad / n`, `.detach()`), knows
@@ -60,11 +60,11 @@ class Place(NamedTuple):
 
     Attributes:
         shard: the master shard of the parameter.
-        portion: number of the parameter in it, of those that the optimizer has.
+        number: number of the parameter's local shard in it.
     """
 
     shard: ShardInModel
-    portion: int
+    number: int
 
 
 @dataclass(eq=False)
@@ -72,8 +72,8 @@ class Published:
     """One reduced gradient, as long as the master shard; it lives as long as one of its parts does.
 
     Attributes:
-        flat: the gradient; zero in idle portions.
-        idle: numbers of the portions that no rank has used, and that have no gradient.
+        flat: the gradient; zero in idle local shards.
+        idle: numbers of the local shards that no rank has used, and that have no gradient.
     """
 
     flat: Tensor
