@@ -26,15 +26,13 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 _BLOCK = 2**22
 """Elements that are added up together: PyTorch widens them first, to eight bytes each."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Sum of the values' bits as integers: int64, 0-dim; does not wait for the device."""
-    bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
+    bits = values.detach().contiguous().view(getattr(torch, f"int{8 * values.element_size()}"))
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
 

@@ -110,9 +110,8 @@ class NormsOverRanks:
                     continue
                 if not isinstance(grad, ShardGrad) or grad.place != (master.in_model, index):
                     raise RuntimeError(
-                        f"the gradient of {master.local_shard_name(index)} has been replaced by a tensor of "
-                        "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
-                        "write into .grad (copy_, mul_), or compute what replaces it from it"
+                        f"the gradient of {master.local_shard_name(index)} has been replaced by one that no "
+                        "other rank knows; write into .grad (copy_, mul_), or compute the new one from it"
                     )
                 yield master, grad
 

@@ -17,7 +17,7 @@ A group's parameters are in one of three states:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -67,6 +67,7 @@ class FlatGroup:
         master: the shard that the optimizer updates.
         compute_shard: the shard that is gathered.
         buffer: the gathered parameters; None on one rank, whose compute shard holds all of them.
+        gathered_bytes: number of bytes that this rank receives in a gather.
         operands: what GEMMs read of the gathered parameters.
         main_grad: accumulated gradients; None as long as the group has not been trained.
         partial_grad: sum that this step's earlier backwards have reduce-scattered, as long as the master
@@ -108,6 +109,8 @@ class FlatGroup:
             self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
+        # Its own shard is here already.
+        self.gathered_bytes = shard.tensor.nbytes * (num_shards - 1)
         self._unsharded = unsharded.untyped_storage()
         self.operands = FP8Weights(shard, unsharded) if isinstance(shard, FP8Shard) else Operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
@@ -170,9 +173,8 @@ class FlatGroup:
         """
         if self.compute_shard.version != version:
             raise RuntimeError(
-                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
-                "optimizer step, a load, or another write), so gradients would mix old and new values; run "
-                "the backward before the change, or the forward again after it"
+                f"the parameters of unit {self.name} changed between this forward and its backward (by a "
+                "step, a load, a write); run the backward before the change, or the forward again after it"
             )
 
     def allocate(self) -> bool:
@@ -196,12 +198,6 @@ class FlatGroup:
         """All-gathers the compute shards.  Collective, unless this rank has everything."""
         if self.buffer is not None:
             all_gather(self.buffer.tensor, self.compute_shard.tensor, self.grid.shard)
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Number of bytes that this rank receives in a gather."""
-        # Its own shard is here already.
-        return self.compute_shard.tensor.nbytes * (self.grid.shard.size - 1)
 
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
@@ -273,9 +269,8 @@ class FlatGroup:
         narrow, wanted = self.master.flat.dtype, self.unit.policy.precision.param
         if narrow != wanted:
             raise RuntimeError(
-                f"unit {self.name} was sharded with frozen parameters, which it keeps in {narrow}, and what "
-                f"is trained is updated in {wanted}; call requires_grad_(True) before the model is sharded, "
-                "and requires_grad_(False) after it"
+                f"unit {self.name} was sharded with frozen parameters, which it keeps in {narrow}; to train "
+                f"in {wanted}, call requires_grad_(True) before sharding, and requires_grad_(False) after it"
             )
         self.main_grad = MainGrad(self.layout, self.unit, self.state)
         assert isinstance(self.params, Leaves)

@@ -58,13 +58,11 @@ class MainGrad:
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
         self._dtype = unit.policy.precision.accumulate
-        self.tensor: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._pack_views: list[Tensor] = []
         self._waiting: dict[int, Tensor] = {}
         self.stays = self._is_lent = False
         # The buffer and its views that are there while nothing is accumulated.
         self._at_rest: tuple[Tensor | None, list[Tensor], list[Tensor]] = (None, [], [])
+        self.tensor, self._views, self._pack_views = self._at_rest
         self._exposed: Sequence[Tensor] = ()
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,6 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
             "use checkpoint.local_state_dict, or treat such units by themselves"
         )
 
-
-T = TypeVar("T")
 
 _ADDRESS = Tensor.data_ptr
 
@@ -192,7 +190,7 @@ class MasterShard:
         """Whether each slot has a local shard, rather than one for all."""
         return self.parameters[0] is not self.flat
 
-    def per_slot(self, given: Sequence[T]) -> Sequence[T]:
+    def per_slot(self, given: Sequence[bool]) -> Sequence[bool]:
         """For each slot, what is given for the local shard that it is in."""
         return given if self.is_divided else [*given] * len(self.layout.slots)
 

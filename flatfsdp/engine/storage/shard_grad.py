@@ -191,9 +191,8 @@ def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     """Raises ValueError except for `torch.max(grad, other)`."""
     if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
         raise ValueError(
-            f"{func.__name__} of a gradient of which this rank has a part, and some ranks none; use "
-            ".grad.norm(torch.inf) for the largest magnitude over all ranks, or "
-            ".grad.as_subclass(torch.Tensor) for this rank's elements"
+            f"{func.__name__} of this rank's part of a gradient; use .grad.norm(torch.inf) for the largest "
+            "magnitude over all ranks, or .grad.as_subclass(torch.Tensor) for this rank's elements"
         )
 
 

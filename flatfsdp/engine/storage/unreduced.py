@@ -73,8 +73,7 @@ class Unreduced(Tensor):
 
 UNREDUCED = (
     "gradients are accumulated and not yet reduced.  Run the last backward of the step first: outside of "
-    "no_sync(), with set_is_last_backward(True), or inside the microbatches() loop; zero_grad() drops what "
-    "is accumulated"
+    "no_sync(), with set_is_last_backward(True), or in the microbatches() loop; zero_grad() drops them"
 )
 """End of a message about a use of gradients that came too early."""
 
@@ -191,9 +190,8 @@ class UnreducedMarks:
             return
         if len(parameter._post_accumulate_grad_hooks or ()) > 1:
             raise RuntimeError(
-                "a parameter with a post-accumulate-grad hook got a gradient of its own (of a penalty on "
-                "model.parameters(), say), and the hook would run before the loss's gradient is there; make "
-                "the penalty's gradient outside of autograd, in the hook, or take the hook away"
+                "a parameter with a post-accumulate-grad hook got a gradient of its own (of a penalty, say), "
+                "before that of the loss; make it outside of autograd, in the hook, or take the hook away"
             )
         grad = parameter.grad
         is_watched = self.is_on and grad is self.watched[index]
