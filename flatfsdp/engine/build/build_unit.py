@@ -82,7 +82,15 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
         take_from_first_rank({**parameters, **buffers}, grid, device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [owner for _, owner in owned]
-    prepare_buffers(modules, device, policy.precision.buffer)
+    prepared: dict[Tensor, Tensor] = {}
+    for owner in modules:
+        for name, buffer in buffers_of(owner):
+            # Once for each, so that tied buffers stay tied.
+            if buffer not in prepared:
+                # Scales of FP8 layers are FP32 whatever the model is cast to.
+                is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
+                prepared[buffer] = buffer.to(device, policy.precision.buffer if is_cast else None)
+            owner._buffers[name] = prepared[buffer]
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
     unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
@@ -143,9 +151,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         ValueError: if it is not a dense floating-point tensor in memory of its own.
     """
     if is_lazy(parameter):
-        raise ValueError(
-            f"parameter {name} gets its shape in the first forward; run one before the module is sharded"
-        )
+        raise ValueError(f"parameter {name} gets its shape in the first forward; run one before sharding")
     if SKIP_BACKWARD_POST_HOOK.of(parameter):
         raise ValueError(
             f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
@@ -225,24 +231,10 @@ def device_of(
     device = indexed(torch.device(device))
     for ranks in grid.dimensions:
         if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
-            raise ValueError(
-                "the process group is NCCL's and the parameters are on the CPU; pass device='cuda'"
-            )
+            raise ValueError("the process group is NCCL's and parameters are on the CPU; pass device='cuda'")
     return device
 
 
 def buffers_of(owner: nn.Module) -> list[tuple[str, Tensor]]:
     """The buffers that a module has directly, by name."""
     return [(name, buffer) for name, buffer in owner._buffers.items() if buffer is not None]
-
-
-def prepare_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves and casts the buffers that these modules have directly; tied buffers stay tied."""
-    prepared: dict[Tensor, Tensor] = {}
-    for owner in modules:
-        for name, buffer in buffers_of(owner):
-            if buffer not in prepared:
-                # Scales of FP8 layers are FP32 whatever the model is cast to.
-                is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
-                prepared[buffer] = buffer.to(device, dtype if is_cast else None)
-            owner._buffers[name] = prepared[buffer]

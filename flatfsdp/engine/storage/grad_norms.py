@@ -61,7 +61,12 @@ class NormsOverRanks:
         if answer is not None and answer[0] == (norm_type, grad._version, self._writes):
             self._answered += 1
             return answer[1]
-        self._require_whole_model()
+        if any(each.stages.size > 1 for each in self._masters):
+            raise RuntimeError(
+                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
+                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
+        require_same_grid(each.grid for each in self._masters)
         master = self._references[grad.place.shard.number]()
         if master is None:
             raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
@@ -83,21 +88,11 @@ class NormsOverRanks:
     def share_nonfinite(self, found: Tensor) -> None:
         """Sets a count of non-finite values to the largest of all ranks.  Collective."""
         masters = self._masters
-        grids = (master.grid for master in masters)
-        largest = max(grids, key=lambda grid: (grid.num_ranks, grid.tensor.size))
+        largest = max((each.grid for each in masters), key=lambda grid: (grid.num_ranks, grid.tensor.size))
         stages = pipeline_of(None, (master.stages for master in masters))
         own = found.detach().to(masters[0].device)
         identity = identity_of_norm(master.unit for master in masters)
         found.copy_(norm_over([*largest.dimensions, stages], own, math.inf, identity))
-
-    def _require_whole_model(self) -> None:
-        masters = self._masters
-        if any(master.stages.size > 1 for master in masters):
-            raise RuntimeError(
-                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
-                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
-            )
-        require_same_grid(master.grid for master in masters)
 
     def _present(self) -> Iterator[_OfMaster]:
         """The gradients that are there, in the same order on all ranks."""

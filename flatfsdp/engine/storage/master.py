@@ -44,9 +44,8 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
     sizes = sorted({master.grid.num_ranks for master in masters})
     if len(sizes) > 1:
         raise ValueError(
-            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, so groups of ranks "
-            f"may have different parameters of the same names, and {doing} would keep those of one group; "
-            "use checkpoint.local_state_dict, or treat such units by themselves"
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
+            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
         )
 
 
