@@ -5,18 +5,22 @@ Next: `engine/build/build_unit.py` makes a `Policy` of what lasts; nothing else 
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.contract.foreign_words import DTYPES, answering
 from flatfsdp.contract.recipe import CurrentScaling
+
+logger = logging.getLogger(__name__)
 
 GradSync = Literal["last", "every"]
 """When gradients are reduce-scattered: in the last microbatch's backward, or in every one's.  Replicas are
@@ -92,6 +96,43 @@ class Prefetch:
                 raise ValueError(
                     f"Prefetch.{field} is {depth!r}; it must be an integer >= 0 (0 turns it off)"
                 )
+
+
+def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
+    """Precision of a model whose user names none: it computes in bf16 if most of its elements are bf16.
+
+    What is trained is updated in FP32 either way.
+
+    Args:
+        parameters: the model's parameters, by name.
+
+    Raises:
+        ValueError: for a float64 parameter, which FP32 would round, and for an fp16 one, which needs a scale.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for name, parameter in parameters.items():
+        elements[parameter.dtype] += parameter.numel()
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and FP32 is the default precision; convert the module, or "
+                "pass precision=Precision(...) with float64 as param, compute, accumulate and reduce"
+            )
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name} is fp16, whose gradients need a loss scale; convert the module to bf16, "
+                "or pass precision=Precision(compute=torch.float16) and train with a GradScaler"
+            )
+    if 2 * elements[torch.bfloat16] <= elements.total():
+        return Precision()
+    wide = [name for name, parameter in parameters.items() if parameter.dtype == torch.float32]
+    if wide:
+        logger.warning(
+            "the model computes in bf16, as most of its parameters are bf16; %d are FP32, and are rounded to "
+            "bf16 where they are used: %s. Pass precision=Precision() to compute in FP32",
+            len(wide),
+            ", ".join([*wide[:3], "..."] if len(wide) > 3 else wide),
+        )
+    return Precision(compute=torch.bfloat16)
 
 
 def require_flag(name: str, value: object) -> None:

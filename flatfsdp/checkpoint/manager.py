@@ -322,7 +322,7 @@ def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tu
         yield from ((name, flat[start:stop]) for name, start, stop in pieces)
         if optimizer is None:
             continue
-        for parameter, first, last in master.portions:
+        for parameter, first, last in master.local_shards:
             own = [(name, start, stop) for name, start, stop in pieces if first <= start < last]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.guards.optimizers import PART
-from flatfsdp.engine.storage.local_shards import Portion
-from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.master import LocalShard, MasterShard
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
@@ -50,8 +49,7 @@ def trained_masters(model: Model, optimizer: torch.optim.Optimizer) -> list[tupl
     return [
         (prefix, group.master)
         for prefix, group in named_groups(model)
-        if group.trains
-        or (group.main_grad is not None and any(each.parameter in listed for each in group.master.portions))
+        if group.trains or (group.main_grad is not None and not listed.isdisjoint(group.master.parameters))
     ]
 
 
@@ -80,7 +78,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     if isinstance(optimizer, FusedOptimizer):
         optimizer.raise_if_nonfinite()
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    owned = {portion.parameter for _, master in masters for portion in master.portions}
+    owned = {portion.parameter for _, master in masters for portion in master.local_shards}
     problem: Exception | None = None
     # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
     if {p for p in group_of if p.requires_grad or p in owned} != owned:
@@ -99,7 +97,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
                 prefix + slot.name: _slot_state(optimizer, group_of, portion)
                 for slot in _slots(master, portion)
             }
-            for portion in (master.portions if problem is None else ())
+            for portion in (master.local_shards if problem is None else ())
         ]
         for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
             if their_problem is not None:
@@ -126,7 +124,9 @@ def _misfit(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> str | 
     return None
 
 
-def _slot_state(optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], portion: Portion) -> SlotState:
+def _slot_state(
+    optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], portion: LocalShard
+) -> SlotState:
     parameter = portion.parameter
     elements, values = {}, {}
     for key, value in optimizer.state.get(parameter, {}).items():
@@ -145,12 +145,12 @@ def state_shard(
 
     Returns the optimizer's own tensor, not a copy, if that covers the whole shard.
     """
-    for portion in master.portions:
+    for portion in master.local_shards:
         value = optimizer.state.get(portion.parameter, {}).get(key)
         if value is not None and _is_all(portion, master):
             return plain(value)
     shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
-    for parameter, start, stop in master.portions:
+    for parameter, start, stop in master.local_shards:
         value = optimizer.state.get(parameter, {}).get(key)
         if value is not None:
             shard[start:stop] = value
@@ -164,14 +164,14 @@ def state_of_slot(
 
     Returns the optimizer's own tensor, not a copy; zeros if there is none.
     """
-    portion = master.portions[number if master.is_divided else 0]
+    portion = master.local_shards[number if master.is_divided else 0]
     value = optimizer.state.get(portion.parameter, {}).get(key)
     if value is None:
         value = torch.zeros_like(portion.parameter.detach(), dtype=dtype)
     return plain(value), portion.start
 
 
-def _is_all(portion: Portion, master: MasterShard) -> bool:
+def _is_all(portion: LocalShard, master: MasterShard) -> bool:
     return portion.stop - portion.start == master.flat.numel()
 
 
@@ -248,7 +248,7 @@ def loadable_state(
             if prefix + slot.name in states:
                 dtypes.update(states[prefix + slot.name].elements)
         shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in sorted(dtypes.items())}
-        for portion in master.portions:
+        for portion in master.local_shards:
             state[numbers[portion.parameter]] = _portion_state(prefix, master, portion, states, shards)
     groups = [
         {**saved, "params": [numbers[p] for p in group["params"]]}
@@ -316,7 +316,7 @@ def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
 def _portion_state(
     prefix: str,
     master: MasterShard,
-    portion: Portion,
+    portion: LocalShard,
     states: dict[str, SlotState],
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _portion_state(
     return {**values, **elements}
 
 
-def _slots(master: MasterShard, portion: Portion) -> Iterator[ParamSlot]:
+def _slots(master: MasterShard, portion: LocalShard) -> Iterator[ParamSlot]:
     """Yields the parameters that a portion has elements of."""
     ranks = master.grid.shard
     for piece in master.layout.pieces(ranks.rank, ranks.size):

@@ -33,7 +33,7 @@ class Moved(Protocol):
 
 
 class FlatShard(Protocol):
-    """A 1-D parameter that is this rank's part of a flat buffer, or a portion of that part."""
+    """A 1-D parameter that is this rank's part of a flat buffer, or a local shard in that part."""
 
     @property
     def grid(self) -> Grid:

@@ -2,8 +2,8 @@
 
 In:   the attributes that layers set on their parameters (`tensor_parallel.py`).
 Out:  a `Placement` for each parameter, and for a split one a `Partition`.
-Next: `engine/build/claim.py` groups by placement; `engine/step/reduce.py` sums by it, `optim/clip.py` counts
-      by it, and `checkpoint/` joins whole tensors.
+Next: `engine/build/build_unit.py` groups by placement; `engine/step/reduce.py` sums by it, `optim/clip.py`
+      counts by it, and `checkpoint/` joins whole tensors.
 """
 
 from __future__ import annotations

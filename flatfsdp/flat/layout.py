@@ -90,6 +90,11 @@ class Piece:
     stop: int
     shard_offset: int
 
+    @property
+    def shard_stop(self) -> int:
+        """End of the piece in the shard."""
+        return self.shard_offset + self.stop - self.start
+
 
 @dataclass(frozen=True)
 class FlatLayout:

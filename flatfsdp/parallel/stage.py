@@ -396,7 +396,7 @@ class _EarlierGrads:
             # So that this is not taken for a zero_grad() later.
             group.drop_if_zeroed()
             place = group.master.grad_attribute
-            for portion in group.master.portions:
+            for portion in group.master.local_shards:
                 grad = reduced_grad(portion.parameter, place)
                 if grad is not None:
                     self._taken.append((portion.parameter, place, grad))

@@ -71,7 +71,7 @@ class GradientRecorder:
         if self.damages and step == min(1, trainee.steps - 1):
             flip_lowest_bit(trainee.model)
         for name, shard in _shards(trainee.model).items():
-            grads = [parameter.grad for parameter, _, _ in shard.master.portions]
+            grads = [parameter.grad for parameter, _, _ in shard.master.local_shards]
             if any(grad is not None for grad in grads):
                 joined = _joined(shard.master, grads)
                 self.gradients[f"step {step}, {name}"] = Kept(joined, shard.parameters)
@@ -93,7 +93,7 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
         if not elements:
             # All padding: an optimizer has state for such a flat parameter, and none for empty parts.
             continue
-        of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.portions]
+        of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.local_shards]
         for key in dict.fromkeys(key for each in of_portions for key in each):
             state[f"{name}.{key}"] = Kept(_joined(master, [each.get(key) for each in of_portions]), elements)
     parameters = {
@@ -148,7 +148,7 @@ def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor
     """
     found = [
         (torch.as_tensor(value).detach().cpu(), portion)
-        for value, portion in zip(of_portions, master.portions, strict=True)
+        for value, portion in zip(of_portions, master.local_shards, strict=True)
         if value is not None
     ]
     if all(value.dim() == 0 for value, _ in found):

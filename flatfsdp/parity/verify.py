@@ -18,9 +18,8 @@ from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss
 from flatfsdp.engine.api.wrap import WrapPolicy
-from flatfsdp.engine.build.claim import default_precision
 from flatfsdp.fp8 import Recipe
-from flatfsdp.options import Precision
+from flatfsdp.options import Precision, default_precision
 from flatfsdp.parity.any_model import ModelJob, fusing
 from flatfsdp.parity.evidence import (
     KINDS,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.build.claim import bindings_of
+from flatfsdp.engine.build.build_unit import bindings_of
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.models import Llama, LlamaConfig
 from flatfsdp.plan.job import Job

@@ -26,7 +26,7 @@ from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.api.shard import make_unit, make_units
 from flatfsdp.engine.api.wrapper import FlatFSDP
-from flatfsdp.engine.build.claim import parameters_to_take
+from flatfsdp.engine.build.build_unit import parameters_to_take
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.whole.full_params import state_dict_gathering, state_dicts_gathered
 from flatfsdp.engine.whole.units import root_of, units_in
@@ -214,7 +214,7 @@ class FullyShardedDataParallel(FlatFSDP):
         return [
             portion.parameter
             for master in masters
-            for portion in master.portions
+            for portion in master.local_shards
             if reduced_grad(portion.parameter, master.grad_attribute) is not None
         ]
 

@@ -19,7 +19,7 @@ from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.storage.optimizer_targets import PortionTarget
+from flatfsdp.engine.storage.optimizer_targets import ShardTarget
 from flatfsdp.engine.whole.full_params import whole_units
 from flatfsdp.engine.whole.memory import MemoryReport, memory_report
 from flatfsdp.engine.whole.units import Model, UnitModule, distinct_units, named_groups, root_of
@@ -288,7 +288,7 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
             f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
             "them; take it after the last backward of the step, outside of no_sync()"
         )
-    return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
+    return [(ShardTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
 
 
 def unit_of(module: nn.Module) -> UnitMethods:

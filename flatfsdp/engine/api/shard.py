@@ -22,10 +22,9 @@ from flatfsdp.engine.api.call import call_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.api.methods import unit_of
 from flatfsdp.engine.api.wrap import WrapPolicy, pick_units
-from flatfsdp.engine.build.build_unit import build_unit
-from flatfsdp.engine.build.claim import default_precision, own_modules, parameters_to_take
+from flatfsdp.engine.build.build_unit import build_unit, own_modules, parameters_to_take
 from flatfsdp.engine.whole.units import UnitModule, distinct_units
-from flatfsdp.options import Options, require_known
+from flatfsdp.options import Options, default_precision, require_known
 
 M = TypeVar("M", bound=nn.Module)
 

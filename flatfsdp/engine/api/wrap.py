@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.build.claim import own_modules
+from flatfsdp.engine.build.build_unit import own_modules
 from flatfsdp.engine.whole.units import UnitModule
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]

@@ -1,8 +1,7 @@
 """Guards: each refuses one way of breaking a sharded model from outside, at the call that would do it.
 
-other_engines   a second engine around the model, or inside it
-adapters        adapters that take parameters away in each forward
-late_modules    parameters added below a unit after it was built
+other_engines   a second engine around the model, or inside it; adapters that take parameters away
 optimizers      optimizers that hold the wrong tensors, or need whole parameters; states of other ranks
-watch           calls the guards from PyTorch hooks, which see all modules and optimizers of the process
+modules         parameters added below a unit; calls all guards from PyTorch hooks, which see all modules and
+                optimizers of the process
 """

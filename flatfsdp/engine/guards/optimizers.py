@@ -20,33 +20,12 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.optimizer_targets import PortionTarget
+from flatfsdp.engine.storage.optimizer_targets import ShardTarget
 from flatfsdp.torch_private import never_traced
 
-_NOT_ELEMENTWISE = frozenset(
-    {
-        "adafactor",
-        "adalomo",
-        "adammini",
-        "came",
-        "dadaptadam",
-        "dadaptsgd",
-        "distributedshampoo",
-        "fusedlamb",
-        "fusednovograd",
-        "galoreadafactor",
-        "galoreadamw",
-        "kfac",
-        "lamb",
-        "lars",
-        "lbfgs",
-        "muon",
-        "novograd",
-        "prodigy",
-        "shampoo",
-        "soap",
-        "stableadamw",
-    }
+_NOT_ELEMENTWISE = (
+    "adafactor adalomo adammini came dadaptadam dadaptsgd distributedshampoo fusedlamb fusednovograd "
+    "galoreadafactor galoreadamw kfac lamb lars lbfgs muon novograd prodigy shampoo soap stableadamw"
 )
 """Optimizers whose update of an element depends on other elements: class names, lower case, without "_"."""
 
@@ -66,7 +45,8 @@ _WATCHED = "_flatfsdp_watched"
 @never_traced
 def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Checks an optimizer that is about to step; a hook of all optimizers."""
-    refuse_optimizer(optimizer)
+    refuse_taken(optimizer)
+    refuse_decay_by_dim(optimizer)
     # It may have got shards past add_param_group, by an assignment to its groups.
     watch(optimizer)
     # A closure runs the backward, later; the optimizer itself is the first argument.
@@ -96,21 +76,18 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: if its update of an element depends on other elements.
     """
-    watched = vars(optimizer)
-    # No function call per parameter: an ordinary optimizer, which is never watched, comes here in each step.
-    shard = FLAT_SHARD.name
-    if _WATCHED in watched or all(p.__dict__.get(shard) is None for p in parameters_of(optimizer)):
+    # An ordinary optimizer, which is never watched, comes here in each step.
+    if _WATCHED in vars(optimizer) or not _targets(optimizer):
         return
     names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
-    if names & _NOT_ELEMENTWISE:
+    if not names.isdisjoint(_NOT_ELEMENTWISE.split()):
         raise ValueError(
-            f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
-            "rank's part of each: its step would depend on the number of ranks. Use an element-wise "
-            "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
+            f"{type(optimizer).__name__} needs whole parameters, and has this rank's part of each: its step "
+            "would depend on the number of ranks. Use an element-wise one, such as flatfsdp.optim.AdamW"
         )
     optimizer.register_state_dict_post_hook(note_part)
     optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
-    watched[_WATCHED] = True
+    vars(optimizer)[_WATCHED] = True
 
 
 def note_part(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -159,10 +136,10 @@ def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                shape = tuple(value.shape)
                 return (
-                    f"the state dict of an optimizer has {key!r} of shape {tuple(value.shape)} for a "
-                    f"parameter of which {rank} has {parameter.numel()} elements: its model was not sharded; "
-                    f"{way_out}"
+                    f"the state dict of an optimizer has {key!r} of shape {shape} for a parameter of which "
+                    f"{rank} has {parameter.numel()} elements: its model was not sharded; {way_out}"
                 )
     return None
 
@@ -170,10 +147,7 @@ def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str
 def _parts(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """Rank and number of ranks in each dimension that parts a model, for each of the optimizer's models."""
     split_over = ((t.grid.shard, t.grid.tensor, t.stages) for t in _targets(optimizer))
-    return [
-        [number for ranks in each for number in (ranks.rank, ranks.size)]
-        for each in dict.fromkeys(split_over)
-    ]
+    return [[n for ranks in each for n in (ranks.rank, ranks.size)] for each in dict.fromkeys(split_over)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -181,31 +155,28 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _targets(optimizer: torch.optim.Optimizer) -> list[PortionTarget]:
+def _targets(optimizer: torch.optim.Optimizer) -> list[ShardTarget]:
     """Targets of the optimizer's shards; each step asks, so there is no function call a parameter."""
     shard = FLAT_SHARD.name
     found = (p.__dict__.get(shard) for group in optimizer.param_groups for p in group["params"])
-    return [target for target in found if isinstance(target, PortionTarget)]
+    return [target for target in found if isinstance(target, ShardTarget)]
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Checks an optimizer; runs before every step of every optimizer, so it reads one attribute a parameter.
+def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
+    """Checks what an optimizer has; runs before every step of every one, and reads one attribute a parameter.
 
     Raises:
-        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if weight
-            decay was chosen by `p.dim()`, which is 1 for shards.
+        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place.
     """
     # No function call per parameter: that would take most of the time.
     mark = TAKEN_AS.name
     name = next((p.__dict__[mark] for p in parameters_of(optimizer) if mark in p.__dict__), None)
     if name is not None:
         raise ValueError(
-            f"this {type(optimizer).__name__} has parameter {name} as it was before the model was "
-            "sharded, as a forward reads it, or as summon_full_params shows it; its step would not reach the "
-            "shards. Build the optimizer after sharding, outside of summon_full_params, from "
-            "model.parameters() or flatfsdp.param_groups(model, ...)"
+            f"this {type(optimizer).__name__} has parameter {name} as it was before the model was sharded, "
+            "as a forward reads it, or as summon_full_params shows it, and would not reach the shards. Build "
+            "it after sharding, from model.parameters() outside of summon_full_params, or from param_groups"
         )
-    _refuse_decay_by_dim(optimizer)
 
 
 def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
@@ -225,31 +196,27 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
     if any(group.unit.shared.microbatch.awaits_gradients for group in groups):
         raise RuntimeError(
             f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
-            "brought one to the model since its last training forward. backward(inputs=...) with what "
-            "parameters() lists computes nothing, as the graph leads to gathered parameters: leave inputs "
-            "out. A batch that is meant to have no backward needs no step() either"
+            "brought one to the model since its last training forward. No graph leads to what parameters() "
+            "lists: leave inputs out of backward(inputs=...); without a backward there is no step() either"
         )
 
 
-def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses groups chosen by `p.dim() >= 2`, which selects nothing among 1-D shards."""
+def refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for groups chosen by `p.dim() >= 2`, which selects nothing among 1-D shards."""
     groups = optimizer.param_groups
-    if not any(not group["params"] and group.get("weight_decay") for group in groups):
-        return
+    is_empty = any(not group["params"] and group.get("weight_decay") for group in groups)
     spared = (p for group in groups if not group.get("weight_decay") for p in group["params"])
-    if any(_has_matrix(parameter) for parameter in spared):
+    if is_empty and any(map(_has_matrix, spared)):
         raise ValueError(
-            f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty, and "
-            "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups with "
-            'flatfsdp.param_groups(model, [{"params": lambda name, shape: len(shape) < 2, '
-            '"weight_decay": 0.0}]); if nothing is to be decayed, leave out the empty group'
+            f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty. Shards "
+            "are 1-D, so p.dim() does not tell: flatfsdp.param_groups(model, [{'params': lambda name, shape: "
+            "len(shape) < 2, 'weight_decay': 0.0}]) does; if nothing is to decay, leave out the empty group"
         )
 
 
 def _has_matrix(parameter: Tensor) -> bool:
     """Whether an optimizer has, in this shard, a part of a parameter that has a matrix's shape as a whole."""
     shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
-    if shape is not None:
-        return len(shape) >= 2
-    slots = target.group.layout.slots if isinstance(target, PortionTarget) else ()
-    return any(len(slot.whole_shape) >= 2 for slot in slots)
+    if shape is not None or not isinstance(target, ShardTarget):
+        return shape is not None and len(shape) >= 2
+    return any(len(slot.whole_shape) >= 2 for slot in target.group.layout.slots)

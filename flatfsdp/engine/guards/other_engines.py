@@ -1,7 +1,7 @@
-"""Refuses a second engine that would shard or reduce what FlatFSDP keeps, before it changes anything.
+"""Refuses others that would keep the same parameters: engines, and adapters that replace parameters.
 
-In:   a module that is given to another engine; what another engine does to a unit.
-Out:  ValueError in the offending call, which says what to do instead.
+In:   a module that is given to another engine, or that another one has; what another engine does to a unit.
+Out:  ValueError in the offending call, before anything has changed, which says what to do instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatfsdp.contract.claimed import is_unit
 
-_WRAPPERS = frozenset(
-    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
-)
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 """Class names of wrapping engines; PyTorch, apex, Megatron and others share them."""
 
 _STATES = {"FSDPState": "fully_shard", "ReplicateState": "replicate", "_ReplicateState": "replicate"}
@@ -49,8 +47,7 @@ class Guarded(nn.Module):
         Raises:
             ValueError: if another engine registers it.
         """
-        engine = _engine_of(hook)
-        if engine is not None:
+        if (engine := _engine_of(hook)) is not None:
             raise _around(engine)
         return super().register_forward_pre_hook(hook, **options)
 
@@ -73,18 +70,27 @@ def refuse_engine_around(parent: nn.Module, _name: str, value: nn.Module | None)
         raise _around(engine)
 
 
-def refuse_engine_inside(name: str, module: nn.Module) -> None:
+def refuse_others_inside(name: str, module: nn.Module) -> None:
     """Checks a module before a unit takes its parameters.
 
     Raises:
-        ValueError: if another engine keeps them.
+        ValueError: if another engine keeps them, or if PEFT adapts a parameter, rather than a layer: LoRA of
+            parameters, as of MoE routers, replaces them in each forward.
     """
+    name, kind = name or "the module", type(module)
     hooked = map(_engine_of, module._forward_pre_hooks.values())
     engine = _wrapper_name(module) or next(filter(None, hooked), None)
     if engine is not None:
         raise ValueError(
-            f"{name or 'the module'} is in the hands of {engine} already, which reduces its gradients by "
-            "itself; give FlatFSDP the plain module, which it shards and reduces alone"
+            f"{name} is in the hands of {engine} already, which reduces its gradients by itself; give "
+            "FlatFSDP the plain module, which it shards and reduces alone"
+        )
+    if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
+        base = type(module.get_base_layer()).__name__  # type: ignore[operator]
+        raise ValueError(
+            f"PEFT adapts a parameter of {name} ({module.parameter_name} of a {base}), and puts another one "
+            'in its place in each forward. Adapt linear layers, as in target_modules=["q_proj", "v_proj"], '
+            'and no routers or experts: "all-linear" includes routers, and target_parameters are such ones'
         )
 
 
@@ -108,9 +114,7 @@ def _name_among(names: Container[str], cls: type) -> str | None:
 
 def _around(engine: str) -> ValueError:
     return ValueError(
-        f"{engine} around a model that FlatFSDP has sharded: it would take this rank's shards for a whole "
-        "model, overwrite or shard them, and reduce gradients a second time. "
-        "FlatFSDP needs no engine around it. Accelerator.prepare, transformers.Trainer and Lightning's "
-        "strategies put one around every model: give them optimizer, data loader and scheduler only, and "
-        "call the model itself"
+        f"{engine} around a model that FlatFSDP has sharded would take this rank's shards for a whole model, "
+        "and reduce gradients a second time. Accelerator.prepare, transformers.Trainer and Lightning's "
+        "strategies put one around every model: give them all but the model, and call the model itself"
     )

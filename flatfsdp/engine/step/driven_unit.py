@@ -41,8 +41,7 @@ from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.root import Call, Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.storage.state import ShardState, Version
+from flatfsdp.engine.storage.state import ShardState, Shared, Version
 from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward

@@ -39,7 +39,7 @@ from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.shared import Shared
+from flatfsdp.engine.storage.state import Shared
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
@@ -349,13 +349,13 @@ def _used(group: FlatGroup) -> Used:
     """
     of_slots = list(map(group.state.used.__contains__, range(len(group.layout.slots))))
     penalties = group.master.marks.autograds()
-    return tuple(used or n in penalties for n, used in enumerate(group.master.of_portions(of_slots)))
+    return tuple(used or n in penalties for n, used in enumerate(group.master.per_local_shard(of_slots)))
 
 
 def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:
     """Whether another rank may have used something that this one has not; nobody uses what is frozen."""
     if all(own):
         return False
-    trained = group.master.of_portions(group.params.trained)
+    trained = group.master.per_local_shard(group.params.trained)
     unused = (trains and not is_used for trains, is_used in zip(trained, own, strict=True))
     return group.state.flags_changed or any(unused)

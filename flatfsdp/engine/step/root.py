@@ -26,8 +26,7 @@ from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.first_values import make_equal, require_same_first_values
-from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.storage.state import Version
+from flatfsdp.engine.storage.state import Shared, Version
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.microbatch import Microbatch
@@ -232,11 +231,11 @@ class Root:
     def _require_no_hooks(self) -> None:
         """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
         for group in self.groups:
-            # The first one is the engine's, see `UnreducedMarks.follow`.
+            # The first one is the engine's, see `UnreducedMarks`.
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
                 if count > 1:
-                    name = group.unit.prefix + group.master.portion_name(number)
+                    name = group.unit.prefix + group.master.local_shard_name(number)
                     raise RuntimeError(
                         f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
                         "this rank's part, and its gradient comes from a reduction; use "
@@ -259,7 +258,7 @@ class Root:
         self.calls.clear()
         if backward_follows and self.order.current.trained:
             # Gradients that are there are of a backward before this forward, such as one of a validation.
-            has_gradients = any(group.master.has_reduced_grad for group in self.groups)
+            has_gradients = any(group.master.published is not None for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
         self.shared.scales.end_forward()
         # Not the root's own: its head ran last, and the backward begins with it.

@@ -23,8 +23,7 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.derived import DerivedWeights
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.shared import Shared, UnitMember
-from flatfsdp.engine.storage.state import ShardState
+from flatfsdp.engine.storage.state import ShardState, Shared, UnitMember
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import running_backward
 
@@ -217,4 +216,4 @@ class Unit(UnitMember):
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
             group.drop_unreduced()
-            group.master.marks.drop_autograds()
+            group.master.marks.take_autograds()

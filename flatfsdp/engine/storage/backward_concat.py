@@ -43,16 +43,18 @@ from flatfsdp.torch_private import (
 
 _ADDRESS = Tensor.data_ptr
 
+Landed = Callable[[int | None], None]
+"""Called once a gradient is in `main_grad`, with its slot's index, or None for all slots."""
+
 
 class Shown(ABC):
     """What the modules of one group have as parameters, in slot order, and what layers read in place of them.
 
     Args:
-        binding: places in the modules.
-        parameters: the binding's parameters, in slot order.
+        binding: places in the modules, which have their own parameters still.
         operands: what GEMMs read; its memory must be there now, and may come and go later.
         main_grad: where gradients land; None for parameters that are built frozen.
-        landed: called once a gradient is in `main_grad`, with its slot's index, or None for all slots.
+        landed: called for each gradient.
 
     Attributes:
         trained: for each slot, whether graphs of coming forwards lead to its parameter.
@@ -65,12 +67,7 @@ class Shown(ABC):
     _counters: tuple[Tensor, ...]
 
     def __init__(
-        self,
-        binding: Binding,
-        parameters: Sequence[nn.Parameter],
-        operands: Operands,
-        main_grad: MainGrad | None,
-        landed: Callable[[int | None], None],
+        self, binding: Binding, operands: Operands, main_grad: MainGrad | None, landed: Landed
     ) -> None:
         self._binding = binding
         self._landed = landed
@@ -80,7 +77,7 @@ class Shown(ABC):
         self._absent = _Absent(binding.layout, operands.shown)
         self._packs = PackedTensors(binding.layout, operands)
         self._is_concealed = False
-        for tensors in self._open(parameters, operands.shown):
+        for tensors in self._open(binding.parameters(), operands.shown):
             for slot, tensor in enumerate(tensors):
                 operands.leave_on(tensor, range(slot, slot + 1))
         for index, owners in enumerate(binding.pack_owners):
@@ -227,29 +224,25 @@ class Views(Shown):
         self._counters = (self._leaf,)
         # The backward in which a gradient last came to each view.
         self._arrived: dict[int, int] = {}
-        for index, view in enumerate(views):
+        for index, (view, parameter) in enumerate(zip(views, parameters, strict=True)):
             # Autograd would run the concat of every unit last, because it is older than any forward.
             run_as_soon_as_ready(view, depth=2)
             view.register_hook(weakly(self, Views._arrive, index))
+            if parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {slots[index].name} has a post-accumulate-gradient hook, which only leaves "
+                    "have; pass optimize_backward_concat=True, or register a tensor hook"
+                )
+            # The module will not see the old parameters again.
+            for hook in (parameter._backward_hooks or {}).values():
+                view.register_hook(hook)
         self.remake_packs()
-        self._take_over_hooks(parameters)
         self.follow([True] * len(views))
         for tensors in (views, self._frozen_views, self._absent.tensors):
             # An optimizer that has one of them would update nothing.
             for slot, tensor in zip(slots, tensors, strict=True):
                 TAKEN_AS.leave(tensor, slot.name)
         return [views, self._frozen_views]
-
-    def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Moves the user's hooks to the views: the module will not see the old parameters again."""
-        for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._parts, strict=True):
-            if parameter._post_accumulate_grad_hooks:
-                raise ValueError(
-                    f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
-                    "pass optimize_backward_concat=True, or register a tensor hook"
-                )
-            for hook in (parameter._backward_hooks or {}).values():
-                view.register_hook(hook)
 
     def follow(self, trained: Sequence[bool]) -> None:
         """Sets whether graphs of coming forwards lead from the view of each slot to the flat leaf."""
@@ -291,12 +284,12 @@ class Views(Shown):
         if grad is not None:
             now = running_backward()
             used = {index for index, backward in self._arrived.items() if backward == now}
-            for index in [index for index in used if not self.trained[index]]:
-                # Frozen since the forward, too; the concat does not know.
-                self._binding.layout.views(grad)[index].zero_()
-                used.remove(index)
+            for index in used:
+                if not self.trained[index]:
+                    # Frozen since the forward, too; the concat does not know.
+                    self._binding.layout.views(grad)[index].zero_()
             assert self._main_grad is not None
-            self._main_grad.land_flat(grad, used)
+            self._main_grad.land_flat(grad, (index for index in used if self.trained[index]))
         self._landed(None)
 
 
@@ -330,11 +323,8 @@ class _Absent:
             return ()
         # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
         still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
-        written = [
-            slot
-            for slot, tensor in enumerate(shown)
-            if not (still_nan[slot] and shares_memory(tensor, memory)) and not is_copied_on_write(tensor)
-        ]
+        touched = [slot for slot, tensor in enumerate(shown) if not is_copied_on_write(tensor)]
+        written = [slot for slot in touched if not (still_nan[slot] and shares_memory(shown[slot], memory))]
         for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
             tensor.data = fresh
         for tensor, absent in zip(shown, self.tensors, strict=True):
@@ -347,7 +337,7 @@ def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[in
     ours, theirs = list(map(_ADDRESS, places)), list(map(_ADDRESS, shown))
     if ours == theirs:
         return ()
-    moved = [slot for slot, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their]
+    moved = [slot for slot, address in enumerate(ours) if address != theirs[slot]]
     for slot in moved:
         shown[slot].data = places[slot]
     return moved

@@ -9,7 +9,7 @@ Next: `group.py` gathers it into the flat buffer.
     is_scaled      the scales of that version have been set (FP8 weights)
     is_cast        the compute shard holds that version
 
-An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `portion_done`;
+An optimizer that writes the compute shard, or takes the amaxes, along with the master calls `elements_done`;
 otherwise both are done before the next gather.
 """
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.operands import Operands
 from flatfsdp.engine.storage.state import GroupState, Version
 from flatfsdp.torch_private import shares_memory
 
@@ -28,9 +27,8 @@ class ComputeShard:
     """This rank's part of a group's parameters, in the form that the model computes with.
 
     Args:
-        master: master shard that the values come from.
-        state: facts about the group, of which those about the master's values are written here.
-        dtype: dtype of the shard.
+        master: master shard that the values come from; facts about them are written to the group's state.
+        dtype: dtype of the shard; default: the one that the model computes in.
 
     Attributes:
         tensor: memory of the shard, 1-D, as long as the master shard: the master's own if no cast is needed.
@@ -39,20 +37,16 @@ class ComputeShard:
 
     is_cast_once_a_load = False
 
-    def __init__(self, master: MasterShard, state: GroupState, dtype: torch.dtype) -> None:
-        flat = master.flat
+    def __init__(self, master: MasterShard, dtype: torch.dtype | None = None) -> None:
+        flat, dtype = master.flat, dtype or master.unit.policy.precision.compute
         self.tensor = flat.data
         # An offloaded shard is uploaded even if no cast is needed.
         if dtype != flat.dtype or master.is_offloaded:
             self.tensor = torch.zeros(flat.shape, dtype=dtype, device=master.device)
         self.master = master
-        self._state = state
-        # By portion, the version that an optimizer has written together with what goes with it.
+        self._state = master.state
+        # By local shard, the version that an optimizer has written together with what goes with it.
         self._done: dict[tuple[int, int], Version] = {}
-
-    def operands(self, unsharded: Tensor) -> Operands:
-        """What GEMMs read of `unsharded`, 1-D and padded, into which the shards of all ranks are gathered."""
-        return Operands(unsharded)
 
     @property
     def version(self) -> Version:
@@ -95,25 +89,21 @@ class ComputeShard:
         """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
         return []
 
-    def portion_done(self, start: int, stop: int) -> None:
-        """Notes that an optimizer has updated a portion of the master shard, and written what goes with it.
+    def elements_done(self, start: int, stop: int) -> None:
+        """Notes that an optimizer has updated these elements, and written what goes with them.
 
-        It may be several neighbouring portions together.
+        They may be a local shard's, or those of several neighbours.
         """
-        state, version = self.state, self.version
-        state.changes += 1
-        self._done[start, stop] = version
+        self.state.changes += 1
+        version = self._done[start, stop] = self.version
         done = [part for part, of_part in self._done.items() if of_part == version]
-        # One flag is for the whole shard, and an optimizer may leave out portions that have no gradient.
-        if all(
-            any(a <= p.start and p.stop <= b for a, b in done)
-            for p in self.master.portions
-            if p.start < p.stop
-        ):
-            self._all_done(state)
+        filled = (local for local in self.master.local_shards if local.start < local.stop)
+        # One flag is for the whole shard, and an optimizer may leave out local shards that have no gradient.
+        if all(any(a <= start and stop <= b for a, b in done) for _, start, stop in filled):
+            self._all_done()
 
-    def _all_done(self, state: GroupState) -> None:
-        state.is_cast = True
+    def _all_done(self) -> None:
+        self._state.is_cast = True
 
     def cast(self) -> None:
         """Casts the master shard, if it has changed."""
@@ -121,17 +111,14 @@ class ComputeShard:
             return
         unit, master, shard = self.master.unit, self.master.flat.detach(), self.tensor
         if self.master.is_offloaded:
-            nbytes = master.numel() * master.element_size()
             # From pinned memory, so the host does not wait for it.
-            with unit.moving("upload", "offload", nbytes):
+            with unit.moving("upload", "offload", master.nbytes):
                 master = master.to(shard.device, non_blocking=True)
         if self.has_own_memory:
-            nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with unit.moving("cast", "cast", nbytes):
+            with unit.moving("cast", "cast", master.nbytes + shard.nbytes):
                 self._convert(master)
-        state = self.state
-        state.changes += 1
-        state.is_cast = True
+        self._state.changes += 1
+        self._state.is_cast = True
 
     def _convert(self, master: Tensor) -> None:
         self.tensor.copy_(master)

@@ -26,15 +26,13 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 _BLOCK = 2**22
 """Elements that are added up together: PyTorch widens them first, to eight bytes each."""
 
 
 def digest(values: Tensor) -> Tensor:
     """Sum of the values' bits as integers: int64, 0-dim; does not wait for the device."""
-    bits = values.detach().contiguous().view(_INTEGERS[values.element_size()])
+    bits = values.detach().contiguous().view(getattr(torch, f"int{8 * values.element_size()}"))
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
 
@@ -51,33 +49,34 @@ def require_same_first_values(
     Raises:
         RuntimeError: on all ranks, if a parameter's values differ.
     """
-    slots: dict[Ranks, list[tuple[str, Tensor | None]]] = {}
+    known_of: dict[Ranks, dict[str, Tensor | None]] = {}
     device = torch.device("meta")
     for prefix, master in masters:
         device = master.device
         # A write since then may have replaced anything, and the first replica's values all others.
-        counts = master.flat._version == master.first_version and master.has_first_values
-        digests = master.first_digests if counts else {}
-        for slot in master.layout.slots if master.grid.shard.size > 1 else ():
-            slots.setdefault(master.grid.shard, []).append((prefix + slot.name, digests.get(slot)))
-    if not slots or device.type == "meta":
+        is_first = master.grid.replicate.rank == 0 and master.is_counted
+        digests = master.first_digests if is_first and master.flat._version == master.first_version else {}
+        if master.grid.shard.size > 1:
+            of_master = {prefix + slot.name: digests.get(slot) for slot in master.layout.slots}
+            known_of.setdefault(master.grid.shard, {}).update(of_master)
+    if not known_of or device.type == "meta":
         return
-    names = [name for named in slots.values() for name, _ in named]
+    names = [name for known in known_of.values() for name in known]
     # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
-    number, first = len(names), torch.zeros((), dtype=torch.int64, device=device)
-    for ranks, named in slots.items():
-        nothing = torch.zeros((), dtype=torch.int64, device=device)
-        own = torch.stack([nothing if known is None else known.to(device) for _, known in named])
-        replaced = torch.tensor([known is None for _, known in named], dtype=torch.int64, device=device)
+    number, nothing = len(names), torch.zeros((), dtype=torch.int64, device=device)
+    first = nothing
+    for ranks, known in known_of.items():
+        own = torch.stack([nothing if each is None else each.to(device) for each in known.values()])
+        replaced = torch.tensor([each is None for each in known.values()], dtype=own.dtype, device=device)
         # The largest of the negatives is the smallest one's.  What one rank has replaced counts on none: of a
         # load into the shards, a rank that has only padding notices nothing.
         extremes = torch.stack([own, -own, replaced])
         with launch(ranks, identity, device):
             raise_to_largest(extremes, ranks)
         differs = (extremes[0] != -extremes[1]) & (extremes[2] == 0)
-        numbers = torch.arange(number, number - len(named), -1, device=device)
+        numbers = torch.arange(number, number - len(known), -1, device=device)
         first = first.maximum((numbers * differs).amax())
-        number -= len(named)
+        number -= len(known)
     for ranks in everyone:
         with launch(ranks, identity, device):
             raise_to_largest(first, ranks)

@@ -24,7 +24,6 @@ from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.operands import Operands
-from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
@@ -40,23 +39,20 @@ class FP8Shard(ComputeShard):
         scales: scales of all slots, at a fixed address.
     """
 
-    def __init__(self, master: MasterShard, state: GroupState) -> None:
-        super().__init__(master, state, FP8_DTYPE)
+    def __init__(self, master: MasterShard) -> None:
+        super().__init__(master, FP8_DTYPE)
         layout, ranks = master.layout, master.grid.shard
         self.is_cast_once_a_load = not master.flat.requires_grad
         # Master values are rounded to it before the cast.
         self._through = master.unit.policy.precision.compute
         pieces = layout.pieces(ranks.rank, ranks.size)
-        self._runs = [(each.shard_offset, each.shard_offset + each.stop - each.start) for each in pieces]
         # The slots of this rank's pieces, which are neighbours.
         first = layout.slots.index(pieces[0].slot) if pieces else 0
         self._own = slice(first, first + len(pieces))
         self.amax = torch.zeros(len(layout.slots), device=master.device)
+        amaxes = self.amax[self._own].split(1)
+        self._runs = [(p.shard_offset, p.shard_stop, amax) for p, amax in zip(pieces, amaxes, strict=False)]
         self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
-
-    def operands(self, unsharded: Tensor) -> Operands:
-        """FP8 form of the gathered weights."""
-        return FP8Weights(self, self._state, unsharded)
 
     @property
     def for_optimizer(self) -> None:
@@ -74,8 +70,7 @@ class FP8Shard(ComputeShard):
         max_abs_many(sources, amax, through=self._through)
         if amax is not kept:
             kept.copy_(amax)
-        nbytes = sum(source.numel() * source.element_size() for source in sources)
-        self.master.unit.shared.ledger.add("measure", nbytes)
+        self.master.unit.shared.ledger.add("measure", sum(source.nbytes for source in sources))
         self._state.changes += 1
         self._state.is_measured = True
 
@@ -87,18 +82,14 @@ class FP8Shard(ComputeShard):
         # Now, because the optimizer is about to overwrite them.
         self._state.changes += 1
         self._state.is_measured = False
-        inside = [index for index, (begin, _) in enumerate(self._runs) if start <= begin < stop]
-        if not inside:
-            return []
-        amaxes = self.amax[self._own][inside[0] : inside[-1] + 1].zero_()
-        return [
-            (self._runs[index][0] - start, self._runs[index][1] - start, amax)
-            for index, amax in zip(inside, amaxes.split(1), strict=True)
-        ]
+        inside = [(a - start, b - start, amax) for a, b, amax in self._runs if start <= a < stop]
+        if inside:
+            torch._foreach_zero_([amax for _, _, amax in inside])
+        return inside
 
-    def _all_done(self, state: GroupState) -> None:
+    def _all_done(self) -> None:
         # The bytes are cast once the scales are known.
-        state.is_measured = True
+        self._state.is_measured = True
 
     def set_scales(self, scales: Scales) -> None:
         """Takes the scales for the master's current values; no backward of an earlier step may follow.
@@ -118,15 +109,14 @@ class FP8Shard(ComputeShard):
 
     def _cut(self, shard: Tensor) -> Sequence[Tensor]:
         """This rank's pieces of the weights."""
-        return [shard[start:stop] for start, stop in self._runs]
+        return [shard[start:stop] for start, stop, _ in self._runs]
 
 
 class FP8Weights(Operands):
     """FP8 form of one group's gathered weights.  Modules see NaN in their place.
 
     Args:
-        shard: shard that is gathered, with the scales.
-        state: facts about the group, of which `has_transposes` is written here.
+        shard: shard that is gathered, with the scales; `has_transposes` of its state is written here.
         unsharded: flat buffer, E4M3, 1-D, padded; its memory must exist now, and may come and go later.
 
     Attributes:
@@ -135,14 +125,13 @@ class FP8Weights(Operands):
 
     columnwise: FlatBuffer
 
-    def __init__(self, shard: FP8Shard, state: GroupState, unsharded: Tensor) -> None:
+    def __init__(self, shard: FP8Shard, unsharded: Tensor) -> None:
         policy, layout, device = shard.master.unit.policy, shard.master.layout, unsharded.device
         # NaN without memory, in the dtype that gradients have.
         nan = torch.full((), torch.nan, dtype=policy.precision.compute, device=device)
         super().__init__(nan.expand(unsharded.shape))
-        self._state = state
-        poison = policy.debug.poison_on_free
-        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, device, poison=poison)
+        self._state = shard.master.state
+        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, device, poison=policy.debug.poison_on_free)
         self._parts = layout.views(unsharded)
         rowwise = [run.view_of(unsharded) for run in layout.runs]
         # Refilling the memory must not look to autograd like a write to what it has saved.

@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shard_grad import Answer, ShardGrad
+from flatfsdp.engine.storage.shard_grad import ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
-from flatfsdp.optim.clip import identity_of_norm, norm_over, require_same_grid, widest
+from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
 
-
-class _Current(NamedTuple):
-    """A gradient that is in its parameter's `.grad` now."""
-
-    master: MasterShard
-    grad: ShardGrad
+_OfMaster = tuple[MasterShard, ShardGrad]
+"""A gradient, and the shard that it is of."""
 
 
 class NormsOverRanks:
@@ -40,12 +35,17 @@ class NormsOverRanks:
     """
 
     def __init__(self, masters: Iterable[MasterShard]) -> None:
-        self._masters: list[weakref.ref[MasterShard]] = []
+        self._references: list[weakref.ref[MasterShard]] = []
         for number, master in enumerate(masters):
-            self._masters.append(weakref.ref(master))
+            self._references.append(weakref.ref(master))
             master.in_model.answers, master.in_model.number = self, number
         self._writes = 0
-        self._answered: int | None = None
+        self._answered = 0
+
+    @property
+    def _masters(self) -> list[MasterShard]:
+        """The shards that are still there."""
+        return [master for reference in self._references if (master := reference()) is not None]
 
     def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
         """Norm of the whole gradient that `grad` is a part of, or was computed from.
@@ -58,23 +58,28 @@ class NormsOverRanks:
             ValueError: if some units are spread over fewer ranks than others.
         """
         answer, grad.answer = grad.answer, None
-        if answer is not None and answer[:3] == (norm_type, grad._version, self._writes):
-            assert self._answered is not None
+        if answer is not None and answer[0] == (norm_type, grad._version, self._writes):
             self._answered += 1
-            return answer.norm
-        self._require_whole_model()
-        asked = _Current(self._master(grad.place.shard.number), grad)
-        if self._answered == 1 or not _is_in_place(asked):
-            # The other norms were not asked for the last time.
-            return self._norms([asked], norm_type)[0]
-        currents = list(self._current())
-        norms = self._norms(currents, norm_type)
-        for current, norm in zip(currents, norms, strict=True):
-            current.grad.answer = Answer(norm_type, current.grad._version, self._writes, norm)
-        self._answered = 1
-        answer, grad.answer = grad.answer, None
-        assert answer is not None
-        return answer.norm
+            return answer[1]
+        if any(each.stages.size > 1 for each in self._masters):
+            raise RuntimeError(
+                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
+                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
+        require_same_grid(each.grid for each in self._masters)
+        master = self._references[grad.place.shard.number]()
+        if master is None:
+            raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
+        is_in_place = master.grad_attribute.of(master.parameters[grad.place.number]) is grad
+        if self._answered == 1 or not is_in_place:
+            # The other norms were not asked for the last time, or this is computed from a gradient.
+            return self._norms([(master, grad)], norm_type)[0]
+        present = list(self._present())
+        for (_, each), norm in zip(present, self._norms(present, norm_type), strict=True):
+            each.answer = (norm_type, each._version, self._writes), norm
+        self._answered = 0
+        # Its own is one of them.
+        return self.norm(grad, norm_type)
 
     def forget(self) -> None:
         """Drops the answers: gradients may be written to unnoticed from now on."""
@@ -82,80 +87,48 @@ class NormsOverRanks:
 
     def share_nonfinite(self, found: Tensor) -> None:
         """Sets a count of non-finite values to the largest of all ranks.  Collective."""
-        masters = [master for master in (each() for each in self._masters) if master is not None]
-        largest = max(
-            (master.grid for master in masters), key=lambda grid: (grid.num_ranks, grid.tensor.size)
-        )
-        stages = next((master.stages for master in masters if master.stages.size > 1), None)
-        together = [*largest.dimensions, *([] if stages is None else [stages])]
+        masters = self._masters
+        largest = max((each.grid for each in masters), key=lambda grid: (grid.num_ranks, grid.tensor.size))
+        stages = pipeline_of(None, (master.stages for master in masters))
         own = found.detach().to(masters[0].device)
-        found.copy_(norm_over(together, own, math.inf, identity_of_norm(master.unit for master in masters)))
+        identity = identity_of_norm(master.unit for master in masters)
+        found.copy_(norm_over([*largest.dimensions, stages], own, math.inf, identity))
 
-    def _master(self, number: int) -> MasterShard:
-        master = self._masters[number]()
-        if master is None:
-            raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
-        return master
-
-    def _require_whole_model(self) -> None:
-        masters = [master for master in (each() for each in self._masters) if master is not None]
-        if any(master.stages.size > 1 for master in masters):
-            raise RuntimeError(
-                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
-                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
-            )
-        require_same_grid(master.grid for master in masters)
-
-    def _current(self) -> Iterable[_Current]:
+    def _present(self) -> Iterator[_OfMaster]:
         """The gradients that are there, in the same order on all ranks."""
-        for master in (each() for each in self._masters):
-            if master is not None and master.marks.is_on and not master.marks.were_zeroed:
+        for master in self._masters:
+            if master.marks.is_on and not master.marks.were_zeroed:
                 raise RuntimeError(f"a norm of gradients was asked for while {UNREDUCED}")
-            for index, portion in enumerate(() if master is None else master.portions):
-                assert master is not None
-                grad = reduced_grad(portion.parameter, master.grad_attribute)
+            for index, parameter in enumerate(master.parameters):
+                grad = reduced_grad(parameter, master.grad_attribute)
                 if grad is None:
                     continue
                 if not isinstance(grad, ShardGrad) or grad.place != (master.in_model, index):
                     raise RuntimeError(
-                        f"the gradient of {master.portion_name(index)} has been replaced by a tensor of "
-                        "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
-                        "write into .grad (copy_, mul_), or compute what replaces it from it"
+                        f"the gradient of {master.local_shard_name(index)} has been replaced by one that no "
+                        "other rank knows; write into .grad (copy_, mul_), or compute the new one from it"
                     )
-                yield _Current(master, grad)
+                yield master, grad
 
-    def _norms(self, currents: Sequence[_Current], norm_type: float) -> list[Tensor]:
+    def _norms(self, gradients: Sequence[_OfMaster], norm_type: float) -> list[Tensor]:
         """The norm of each gradient over all ranks, in the given order."""
-        device = currents[0].master.device
-        parts = [current.grad.plain for current in currents]
+        masters, device = [master for master, _ in gradients], gradients[0][0].device
+        parts = [plain(grad) for _, grad in gradients]
         dtype = widest(parts)
+        norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
         # Some norms of an empty tensor are not zero.
-        taken = [
-            index
-            for index, (current, part) in enumerate(zip(currents, parts, strict=True))
-            if current.master.is_counted and part.numel()
-        ]
-        local = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
-        found = (
-            torch._foreach_norm([parts[index] for index in taken], norm_type, dtype=dtype) if taken else []
-        )
-        for index, norm in zip(taken, found, strict=True):
-            local[index] = norm.to(device)
+        counted = [n for n, part in enumerate(parts) if part.numel() and masters[n].is_counted]
+        if counted:
+            local = torch._foreach_norm([parts[n] for n in counted], norm_type, dtype=dtype)
+            for index, norm in zip(counted, local, strict=True):
+                norms[index] = norm.to(device)
         by_partners: dict[tuple[Ranks, ...], list[int]] = {}
-        for index, current in enumerate(currents):
-            by_partners.setdefault(current.master.grid.partners, []).append(index)
-        identity = identity_of_norm(current.master.unit for current in currents)
-        norms = list(local)
+        for index, master in enumerate(masters):
+            by_partners.setdefault(master.grid.partners, []).append(index)
+        identity = identity_of_norm(master.unit for master in masters)
         for partners, indices in by_partners.items():
-            own = torch.stack([local[index] for index in indices])
-            for index, norm in zip(
-                indices, norm_over(partners, own, norm_type, identity).unbind(), strict=True
-            ):
+            own = torch.stack([norms[index] for index in indices])
+            over_ranks = norm_over(partners, own, norm_type, identity).unbind()
+            for index, norm in zip(indices, over_ranks, strict=True):
                 norms[index] = norm
         return norms
-
-
-def _is_in_place(current: _Current) -> bool:
-    """Whether the gradient is still its parameter's, rather than something computed from one."""
-    parameter = current.master.portions[current.grad.place.portion].parameter
-    return current.master.grad_attribute.of(parameter) is current.grad

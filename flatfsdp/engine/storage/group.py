@@ -16,12 +16,12 @@ A group's parameters are in one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.collectives import all_gather
@@ -31,11 +31,11 @@ from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.fp8_weights import FP8Shard
+from flatfsdp.engine.storage.fp8_weights import FP8Shard, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import KeptGrad, MasterShard
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupFacts, GroupState, ShardState, Version
+from flatfsdp.engine.storage.operands import Operands
+from flatfsdp.engine.storage.state import GroupFacts, ShardState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
@@ -56,11 +56,9 @@ class FlatGroup:
     """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
 
     Args:
-        unit: the unit that the group is in.
+        unit: the unit that the group is in; its `landed` is called for each gradient.
         binding: binding of parameters that are registered in the module, all trained or all frozen, of one
             role.
-        landed: called when a gradient of this backward is in `main_grad`, with this group and the slot's
-            index, or None when all slots landed at once.
         lists_flat: whether the optimizer has the master shard as one parameter, and modules list none; False:
             modules list a local shard in place of each parameter.
 
@@ -69,6 +67,7 @@ class FlatGroup:
         master: the shard that the optimizer updates.
         compute_shard: the shard that is gathered.
         buffer: the gathered parameters; None on one rank, whose compute shard holds all of them.
+        gathered_bytes: number of bytes that this rank receives in a gather.
         operands: what GEMMs read of the gathered parameters.
         main_grad: accumulated gradients; None as long as the group has not been trained.
         partial_grad: sum that this step's earlier backwards have reduce-scattered, as long as the master
@@ -81,72 +80,51 @@ class FlatGroup:
         num_trained: number of slots whose gradients land in a backward.
     """
 
-    def __init__(
-        self,
-        unit: UnitMember,
-        binding: Binding,
-        landed: Callable[[FlatGroup, int | None], None],
-        *,
-        lists_flat: bool = False,
-    ) -> None:
+    def __init__(self, unit: UnitMember, binding: Binding, *, lists_flat: bool = False) -> None:
         self.unit = unit
         self.grid = unit.grid
         self.binding = binding
         self.layout = binding.layout
-        self.state = GroupState()
         self.division: Division | None = None
         self.partial_grad: Tensor | None = None
         self.kept_grad: KeptGrad | None = None
         self._gathered: torch.cuda.Event | None = None
 
-        precision, num_shards, originals = unit.policy.precision, self.grid.shard.size, binding.parameters()
+        policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()
         self.built_frozen = not originals[0].requires_grad
-        self.master = self._filled_master(originals)
-        self.master.divide(None if lists_flat else originals)
+        self.master = MasterShard(self.layout, unit, originals, lists_flat=lists_flat)
+        self.state = self.master.state
+        if num_shards > 1:
+            self.master.first_digests.update(zip(self.layout.slots, map(digest, originals), strict=True))
         if not lists_flat:
             binding.list(self.master.parameters)
         # "in_layers" packs weights as FP8 would, and each layer casts its own: what `verify` compares with.
-        is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
-        self.compute_shard = (
-            FP8Shard(self.master, self.state)
-            if is_fp8
-            else ComputeShard(self.master, self.state, precision.compute)
-        )
+        is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
+        shard = self.compute_shard = FP8Shard(self.master) if is_fp8 else ComputeShard(self.master)
         self.buffer: FlatBuffer | None = None
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        unsharded = self.compute_shard.tensor.data
+        unsharded = shard.tensor.data
         if num_shards > 1:
             numel, device = self.layout.padded_numel(num_shards), self.master.device
-            self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=unit.policy.debug.poison_on_free)
+            self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
             unsharded = self.buffer.alias()
+        # Its own shard is here already.
+        self.gathered_bytes = shard.tensor.nbytes * (num_shards - 1)
         self._unsharded = unsharded.untyped_storage()
-        self.operands = self.compute_shard.operands(unsharded)
+        self.operands = FP8Weights(shard, unsharded) if isinstance(shard, FP8Shard) else Operands(unsharded)
         self.main_grad = None if self.built_frozen else MainGrad(self.layout, unit, self.state)
-        kind = Leaves if self.built_frozen or unit.policy.optimize_backward_concat else Views
-        self.params = kind(binding, originals, self.operands, self.main_grad, partial(landed, self))
+        kind = Leaves if self.built_frozen or policy.optimize_backward_concat else Views
+        self.params = kind(binding, self.operands, self.main_grad, partial(unit.landed, self))
         self.num_trained = sum(self.params.trained)
         if self.buffer is not None:
             # It had memory only so that views could be made of it.
             self._free(self.buffer)
         elif not is_fp8:
             # FP8 weights are cast at the first forward, when all ranks make their scales.
-            self.compute_shard.cast()
+            shard.cast()
             # Until its first use a shard may be written through `.data`, which no version counts.
-            self.compute_shard.expire()
-
-    def _filled_master(self, originals: Sequence[nn.Parameter]) -> MasterShard:
-        precision = self.unit.policy.precision
-        dtype = precision.param
-        if self.built_frozen and all(each.dtype == precision.compute for each in originals):
-            # Nothing is added to it, so the values that came need no wider copy.
-            dtype = precision.compute
-        master = MasterShard(self.layout, self.unit, self.state, dtype, trainable=not self.built_frozen)
-        for slot, parameter in zip(self.layout.slots, originals, strict=True):
-            master.load(slot, parameter.detach())
-            if self.grid.shard.size > 1:
-                master.first_digests[slot] = digest(parameter)
-        return master
+            shard.expire()
 
     # ---- names ------------------------------------------------------------------------------------------
 
@@ -195,9 +173,8 @@ class FlatGroup:
         """
         if self.compute_shard.version != version:
             raise RuntimeError(
-                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
-                "optimizer step, a load, or another write), so gradients would mix old and new values; run "
-                "the backward before the change, or the forward again after it"
+                f"the parameters of unit {self.name} changed between this forward and its backward (by a "
+                "step, a load, a write); run the backward before the change, or the forward again after it"
             )
 
     def allocate(self) -> bool:
@@ -221,12 +198,6 @@ class FlatGroup:
         """All-gathers the compute shards.  Collective, unless this rank has everything."""
         if self.buffer is not None:
             all_gather(self.buffer.tensor, self.compute_shard.tensor, self.grid.shard)
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Number of bytes that this rank receives in a gather."""
-        # Its own shard is here already.
-        return self.compute_shard.tensor.nbytes * (self.grid.shard.size - 1)
 
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
@@ -276,7 +247,7 @@ class FlatGroup:
     @property
     def flags(self) -> Sequence[bool]:
         """For each slot, whether its parameter requires a gradient now."""
-        return self.master.of_slots(list(map(_REQUIRES_GRAD, self.master.parameters)))
+        return self.master.per_slot(list(map(_REQUIRES_GRAD, self.master.parameters)))
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Trains or freezes the parameter of each slot from now on."""
@@ -285,7 +256,8 @@ class FlatGroup:
         self.params.follow(wanted)
         self.num_trained = sum(wanted)
         self.master.flat.requires_grad_(any(wanted))
-        for parameter, trains in zip(self.master.parameters, self.master.of_portions(wanted), strict=True):
+        flags = self.master.per_local_shard(wanted)
+        for parameter, trains in zip(self.master.parameters, flags, strict=True):
             parameter.requires_grad_(trains)
 
     def open_main_grad(self) -> None:
@@ -297,9 +269,8 @@ class FlatGroup:
         narrow, wanted = self.master.flat.dtype, self.unit.policy.precision.param
         if narrow != wanted:
             raise RuntimeError(
-                f"unit {self.name} was sharded with frozen parameters, which it keeps in {narrow}, and what "
-                f"is trained is updated in {wanted}; call requires_grad_(True) before the model is sharded, "
-                "and requires_grad_(False) after it"
+                f"unit {self.name} was sharded with frozen parameters, which it keeps in {narrow}; to train "
+                f"in {wanted}, call requires_grad_(True) before sharding, and requires_grad_(False) after it"
             )
         self.main_grad = MainGrad(self.layout, self.unit, self.state)
         assert isinstance(self.params, Leaves)

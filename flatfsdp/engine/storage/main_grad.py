@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flatfsdp.contract.attribute import OfThisProcess
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.state import GroupState, UnitMember
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
@@ -59,13 +58,11 @@ class MainGrad:
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
         self._dtype = unit.policy.precision.accumulate
-        self.tensor: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._pack_views: list[Tensor] = []
         self._waiting: dict[int, Tensor] = {}
         self.stays = self._is_lent = False
         # The buffer and its views that are there while nothing is accumulated.
         self._at_rest: tuple[Tensor | None, list[Tensor], list[Tensor]] = (None, [], [])
+        self.tensor, self._views, self._pack_views = self._at_rest
         self._exposed: Sequence[Tensor] = ()
 
     @property
@@ -120,16 +117,12 @@ class MainGrad:
         slots = self._layout.packs[index].slots
         if not self._waiting.keys().isdisjoint(slots):
             self.flush()
-        views = self._open()
-        state = self._state
-        empty = [slot for slot in slots if not state.written[slot]]
-        is_first = len(empty) == len(slots)
-        state.used.update(slots)
-        for slot in empty:
-            state.written[slot] = True
-            if not is_first:
+        parts = [self._claim(slot) for slot in slots]
+        is_first = all(is_empty for _, is_empty in parts)
+        for view, is_empty in parts:
+            if is_empty and not is_first:
                 # The layer adds to the whole pack, and the contents of this part are undefined.
-                views[slot].zero_()
+                view.zero_()
         return self._pack_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
@@ -164,15 +157,12 @@ class MainGrad:
     def flush(self) -> None:
         """Adds the waiting gradients: at the end of a backward, and before the buffer is read."""
         waiting, self._waiting = self._waiting, {}
-        if not waiting:
-            return
-        grads = list(waiting.values())
-        if len(grads) <= FEW:
+        if len(waiting) <= FEW:
             for index, grad in waiting.items():
                 view, is_first = self._claim(index)
                 self._accumulate(view, grad, first=is_first)
             return
-        views, written = self._open(), self._state.written
+        grads, views, written = list(waiting.values()), self._open(), self._state.written
         targets, first = [views[index] for index in waiting], [not written[index] for index in waiting]
         for index in waiting:
             written[index] = True

@@ -1,15 +1,22 @@
 """The master shard: the part of a unit's parameters that this rank's optimizer updates.
 
 In:   whole parameter values (construction, `load`), reduced gradients (`engine/step/reduce.py`).
-Out:  one flat parameter with `.grad`; whole values again for checkpoints (`gather`).
-Next: `group.py` casts and gathers it for forward and backward.
+Out:  local shards with `.grad`: parameters in its memory, one a slot; whole values again for checkpoints.
+Next: `flat/binding.py` lists the local shards in modules, and optimizers update them; `group.py` casts and
+      gathers the master shard for forward and backward.
+
+    master shard    | slot 0 .......|gap| slot 1 ....................|
+    local shards      [0, 13)             [16, 48)                       slot 2: [48, 48), on the next rank
+
+An empty one stands where its parameter would be, so starts ascend in the order of the slots.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +25,14 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.storage.local_shards import Portion, Split, cut
-from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, ShardInModel, plain
-from flatfsdp.engine.storage.shared import UnitMember
-from flatfsdp.engine.storage.state import GroupState, Version
+from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
+from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
-from flatfsdp.flat.layout import FlatLayout, ParamSlot
+from flatfsdp.flat.layout import FlatLayout, ParamSlot, Piece
 from flatfsdp.torch_private import uses_of_memory
 
 
@@ -38,15 +44,28 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
     sizes = sorted({master.grid.num_ranks for master in masters})
     if len(sizes) > 1:
         raise ValueError(
-            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, so groups of ranks "
-            f"may have different parameters of the same names, and {doing} would keep those of one group; "
-            "use checkpoint.local_state_dict, or treat such units by themselves"
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
+            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
         )
 
 
-T = TypeVar("T")
-
 _ADDRESS = Tensor.data_ptr
+
+_OF_ONE_TENSOR = {
+    each.name
+    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
+    for each in vars(contract).values()
+    if isinstance(each, Attribute)
+}
+"""Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
+
+
+class LocalShard(NamedTuple):
+    """Elements [start, stop) of a master shard, and the parameter that aliases them for the optimizer."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
 
 
 class MasterShard:
@@ -57,19 +76,18 @@ class MasterShard:
     Args:
         layout: places of the parameters in the whole buffer.
         unit: the unit that the group is in.
-        state: facts about the group.
-        dtype: dtype of the shard.  The reduced gradient is in `Precision.grad`, by default the same.  It goes
-            to `.grad`, which PyTorch keeps in the parameter's own dtype, or to `.main_grad` if the dtypes
-            differ.
-        trainable: whether the shard requires a gradient.
+        originals: the parameters that the slots are filled from, all trained or all frozen.
+        lists_flat: whether the optimizer has the shard as one parameter, not one for each slot.
 
     Attributes:
+        state: facts about the group.
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
-        portions: parts that the optimizer updates: one for each slot, even an empty one, or one for all.
-        parameters: the parameters of the portions, in the same order.
+        grad_dtype: dtype of the reduced gradient: `Precision.grad`, by default that of the shard.  It goes
+            to `.grad`, which PyTorch keeps in the parameter's own dtype, or else to `.main_grad`.
+        local_shards: what the optimizer updates: one for each slot, even an empty one, or one for all.
+        parameters: the parameters of the local shards, in the same order.
         in_model: number of the shard in its model, and what asks the model's ranks about gradients.
-        places: whose gradients those of the portions are.
-        marks: watch over the `.grad` of the portions while gradients wait to be reduced.
+        marks: watch over the `.grad` of the local shards while gradients wait to be reduced.
         stages: ranks of the pipeline around this stage, if any; a norm counts other stages' gradients, too.
         generation: number of loads, also from other replicas; any other write raises `flat._version`.
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
@@ -79,19 +97,25 @@ class MasterShard:
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        unit: UnitMember,
-        state: GroupState,
-        dtype: torch.dtype,
-        *,
-        trainable: bool,
+        self, layout: FlatLayout, unit: UnitMember, originals: Sequence[nn.Parameter], *, lists_flat: bool
     ) -> None:
         self.layout = layout
         self.grid = unit.grid
         self.unit = unit
-        self._state = state
-        self.grad_dtype = unit.policy.precision.grad or dtype
+        self.state = GroupState()
+        self.in_model = ShardInModel()
+        self.stages = ALONE
+        self.generation = 0
+        self.first_digests: dict[ParamSlot, Tensor] = {}
+        self.first_version = 0
+        self.is_average = False
+        self._published: weakref.ref[Published] | None = None
+
+        precision, trains = unit.policy.precision, originals[0].requires_grad
+        # To what is built frozen nothing is added, so values in the compute dtype need no wider copy.
+        is_narrow = not trains and all(each.dtype == precision.compute for each in originals)
+        dtype = precision.compute if is_narrow else precision.param
+        self.grad_dtype = precision.grad or dtype
         is_offloaded, device = unit.policy.cpu_offload, self.device
         shard = torch.zeros(
             layout.shard_numel(self.grid.shard.size),
@@ -99,17 +123,40 @@ class MasterShard:
             device="cpu" if is_offloaded else device,
             pin_memory=is_offloaded and device.type == "cuda",
         )
-        self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.in_model = ShardInModel()
-        self.marks = UnreducedMarks(state)
-        self._split: Split | None = None
-        self._published: weakref.ref[Published] | None = None
-        self._address = self.flat.data_ptr()
-        self.stages = ALONE
-        self.generation = 0
-        self.first_digests: dict[ParamSlot, Tensor] = {}
-        self.first_version = 0
-        self.is_average = False
+        self.flat = nn.Parameter(shard, requires_grad=trains)
+        for slot, original in zip(layout.slots, originals, strict=True):
+            self.load(slot, original.detach())
+
+        whole = LocalShard(self.flat, 0, self.flat.numel())
+        self.local_shards: Sequence[LocalShard] = [whole] if lists_flat else self._divided(originals)
+        self.parameters = [local.parameter for local in self.local_shards]
+        self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
+        self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
+        self._addresses = list(map(_ADDRESS, self._with_memory))
+        # How `_parts` splits a gradient: into gaps and local shards in turn, a gap first, but no empty gaps.
+        edges = [0, *(edge for _, *both in self.local_shards for edge in both), self.flat.numel()]
+        lengths = [stop - start for start, stop in pairwise(edges)]
+        kept = [number for number, length in enumerate(lengths) if length or number % 2]
+        self._lengths = [lengths[number] for number in kept]
+        self._numbers = [place for place, number in enumerate(kept) if number % 2]
+        self.marks = UnreducedMarks(self.parameters, self.in_model, self.state)
+
+    def _divided(self, originals: Sequence[nn.Parameter]) -> list[LocalShard]:
+        """One local shard for each slot: 1-D, in the shard's memory, empty if the slot lies on other ranks.
+
+        Each has the original's `requires_grad` and own attributes, and its whole shape (`whole_shape`).
+        """
+        found, rank, length = [], self.grid.shard.rank, self.flat.numel()
+        for slot, original in zip(self.layout.slots, originals, strict=True):
+            start, stop = (min(max(edge - rank * length, 0), length) for edge in (slot.offset, slot.end))
+            # A slice of a detached tensor shares the version counter, so its updates are noticed.
+            parameter = nn.Parameter(self.flat.detach()[start:stop], original.requires_grad)
+            # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
+            users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
+            vars(parameter).update(users_own)
+            whole_shape.WHOLE_SHAPE.leave(parameter, slot.whole_shape)
+            found.append(LocalShard(parameter, start, stop))
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -123,10 +170,10 @@ class MasterShard:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the shard, or a portion, was given other memory than is cast and gathered."""
+        """Whether it, or a local shard, was given other memory than is cast and gathered."""
         if list(map(_ADDRESS, self._with_memory)) != self._addresses:
             return True
-        # An empty portion has no address of its own, and has moved on all ranks or none.
+        # An empty local shard has no address of its own, and has moved on all ranks or none.
         memory = self.flat.untyped_storage().data_ptr()
         return any(empty.untyped_storage().data_ptr() != memory for empty in self._empty)
 
@@ -139,40 +186,20 @@ class MasterShard:
 
     @property
     def is_divided(self) -> bool:
-        """Whether each slot is a portion, rather than the shard as a whole."""
+        """Whether each slot has a local shard, rather than one for all."""
         return self.parameters[0] is not self.flat
 
-    def of_slots(self, of_portions: Sequence[T]) -> Sequence[T]:
-        """For each slot, what is given for the portion that it is in."""
-        return of_portions if self.is_divided else [*of_portions] * len(self.layout.slots)
+    def per_slot(self, given: Sequence[bool]) -> Sequence[bool]:
+        """For each slot, what is given for the local shard that it is in."""
+        return given if self.is_divided else [*given] * len(self.layout.slots)
 
-    def of_portions(self, of_slots: Sequence[bool]) -> Sequence[bool]:
-        """For each portion, whether it holds for a slot in it."""
+    def per_local_shard(self, of_slots: Sequence[bool]) -> Sequence[bool]:
+        """For each local shard, whether it holds for a slot in it."""
         return of_slots if self.is_divided else [any(of_slots)]
 
-    def portion_name(self, number: int) -> str:
-        """Name of a portion in its unit: "head.weight" for a slot, otherwise "flat_param"."""
+    def local_shard_name(self, number: int) -> str:
+        """Name of a local shard in its unit: "head.weight" for a slot, otherwise "flat_param"."""
         return self.layout.slots[number].name if self.is_divided else "flat_param"
-
-    def divide(self, originals: Sequence[nn.Parameter] | None) -> None:
-        """Makes what the optimizer has: a portion for each slot, or one for all.
-
-        Args:
-            originals: the parameters that the slots were filled from; None leaves the shard undivided.
-        """
-        whole = Portion(self.flat, 0, self.flat.numel())
-        self.portions: Sequence[Portion] = [whole]
-        if originals is not None:
-            self.portions = cut(self.flat, self.layout, self.grid.shard.rank, originals)
-        self.parameters = [portion.parameter for portion in self.portions]
-        others = self.portions if self.is_divided else ()
-        self._empty = [parameter for parameter, start, stop in others if start == stop]
-        filled = [whole, *(each for each in others if each.start < each.stop)]
-        self._with_memory = [portion.parameter for portion in filled]
-        size = self.flat.element_size()
-        self._addresses = [self._address + portion.start * size for portion in filled]
-        self.places = [Place(self.in_model, index) for index in range(len(self.portions))]
-        self.marks.follow(self.parameters, self.places)
 
     # ---- whole values -----------------------------------------------------------------------------------
 
@@ -181,15 +208,14 @@ class MasterShard:
         self.first_digests.pop(slot, None)
         piece = self.layout.piece(slot, self.grid.shard.rank, self.grid.shard.size)
         if piece is not None:
-            part = value.reshape(-1)[piece.start : piece.stop]
             # Not counted as a write, of which other ranks may have none: `generation` counts a load, on every
             # rank alike, even where the shard is all padding.
-            self.flat.data[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+            _put(self.flat.data, piece, value)
         self.count_load()
 
     def count_load(self) -> None:
         """Notes a load, on every rank alike, even if it wrote to the shards of some ranks only."""
-        self._state.changes += 1
+        self.state.changes += 1
         self.generation += 1
 
     def loaded(self) -> None:
@@ -201,10 +227,8 @@ class MasterShard:
         """This rank's part of whole values, as a new tensor as long as the shard; zero elsewhere."""
         shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
         for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
-            value = value_of(piece.slot)
-            if value is not None:
-                part = value.reshape(-1)[piece.start : piece.stop]
-                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
+            if (value := value_of(piece.slot)) is not None:
+                _put(shard, piece, value)
         return shard
 
     def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
@@ -236,16 +260,16 @@ class MasterShard:
 
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        length = self.flat.numel()
-        start = self.grid.shard.rank * length
-        with torch.no_grad():
-            self.flat.copy_(full[start : start + length])
-        self.loaded()
+        start = self.grid.shard.rank * self.flat.numel()
+        self._store(full[start : start + self.flat.numel()])
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
-        with torch.no_grad():
-            self.flat.copy_(self.scattered(full, self.flat.dtype))
+        self._store(self.scattered(full, self.flat.dtype))
+
+    @torch.no_grad()
+    def _store(self, own: Tensor) -> None:
+        self.flat.copy_(own)
         self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -262,12 +286,6 @@ class MasterShard:
         return own
 
     @property
-    def has_first_values(self) -> bool:
-        """Whether it keeps the values that it began with; other replicas, and copies, take those of one."""
-        is_copy = self.layout.placement is not Placement.SPLIT and self.grid.tensor.rank != 0
-        return self.grid.replicate.rank == 0 and not is_copy
-
-    @property
     def is_first_rank(self) -> bool:
         """Whether this is the first of the ranks that share the parameters."""
         return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
@@ -281,48 +299,46 @@ class MasterShard:
 
     @property
     def grad_attribute(self) -> Attribute[Tensor | None]:
-        """Attribute of the portions that holds their reduced gradients."""
+        """Attribute of the local shards that holds their reduced gradients."""
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
     def grads(self) -> Sequence[Tensor]:
-        """The reduced gradients that are there: one a portion, or one of all views together."""
-        if (joint := self.joint_grad(0, len(self.portions))) is not None:
+        """The reduced gradients that are there: one a local shard, or one of all together."""
+        if (joint := self.joint_grad(0, len(self.local_shards))) is not None:
             return [joint.flat]
-        found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
+        found = (reduced_grad(parameter, self.grad_attribute) for parameter in self.parameters)
         return [plain(grad) for grad in found if grad is not None]
 
     @property
-    def has_reduced_grad(self) -> bool:
-        """Whether a reduced gradient of this shard is still there."""
-        return self._published is not None and self._published() is not None
+    def published(self) -> Published | None:
+        """The reduced gradient, as long as a part of it is still there."""
+        return None if self._published is None else self._published()
 
     def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
-        """The gradient of the whole shard, if portions [first, last) all have their parts of it.
+        """The gradient of the whole shard, if local shards [first, last) all have their parts of it.
 
         An idle one has none, where that is zero.  None if one of them has no gradient for another reason, or
         another gradient.
 
         Args:
-            first: number of the first portion.
-            last: number of the portion after the last one.
-            empty: whether portions without elements count, which are others on each rank.
+            first: number of the first local shard.
+            last: number of the local shard after the last one.
+            empty: whether local shards without elements count, which are others on each rank.
         """
-        published = None if self._published is None else self._published()
+        published, attribute = self.published, self.grad_attribute
         if published is None:
             return None
-        attribute = self.grad_attribute
         for index in range(first, last):
-            parameter, start, stop = self.portions[index]
+            parameter, start, stop = self.local_shards[index]
             if start == stop and not empty:
                 continue
             grad = reduced_grad(parameter, attribute)
             if index in published.idle:
-                if grad is not None:
-                    return None
-            elif (
-                type(grad) is not ShardGrad or grad.published is not published or grad.place.portion != index
-            ):
+                ours = grad is None
+            else:
+                ours = type(grad) is ShardGrad and grad.published is published and grad.place.number == index
+            if not ours:
                 return None
         return published
 
@@ -331,33 +347,30 @@ class MasterShard:
 
         Args:
             grad: as long as the shard.
-            used: for each portion, whether some rank has used it in this step; what nobody has used gets no
-                gradient.
+            used: for each local shard, whether some rank has used it in this step; what nobody has used gets
+                no gradient.
 
         Returns:
             Number of elements that were added, not set.
         """
         attribute, added = self.grad_attribute, 0
-        published = self.joint_grad(0, len(self.portions), empty=True)
+        published = self.joint_grad(0, len(self.local_shards), empty=True)
         if published is not None:
             published.flat.add_(grad)
             added = grad.numel()
         else:
-            published = Published(grad)
-            published.idle.update(range(len(self.portions)))
-            # Weak, so that zeroing the gradients of all portions frees the memory.
+            published = Published(grad, set(range(len(self.local_shards))))
+            # Weak, so that zeroing the gradients of all local shards frees the memory.
             self._published = weakref.ref(published)
         # Before anything is set: what autograd has brought is in the same `.grad`.
-        autograds = self.marks.autograds()
+        autograds = self.marks.take_autograds()
         if not published.idle and not autograds:
             return added
-        parts = zip(self.portions, self._parts(published.flat), self.places, used, strict=True)
-        for index, ((parameter, _, _), part, place, is_used) in enumerate(parts):
-            if (own := autograds.get(index)) is not None:
+        parts = zip(self.parameters, self._parts(published.flat), self.marks.places, used, strict=True)
+        for index, (parameter, part, place, is_used) in enumerate(parts):
+            if index in autograds:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
-                # It is in `.grad`, also where reduced gradients are elsewhere.
-                part.add_(own.plain)
-                parameter.grad = None
+                part.add_(plain(autograds[index]))
             if index not in published.idle:
                 continue
             present = reduced_grad(parameter, attribute)
@@ -373,27 +386,29 @@ class MasterShard:
             elif is_used:
                 published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
-        self.marks.forget_autograds()
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:
-        """The elements of each portion.
+        """The elements of each local shard.
 
         An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
         """
-        if self._split is None:
-            self._split = Split.of(self.portions, self.flat.numel())
-        parts = grad.split_with_sizes(self._split.lengths)
-        return [parts[piece] for piece in self._split.portions]
+        parts = grad.split_with_sizes(self._lengths)
+        return [parts[number] for number in self._numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients."""
         if set_to_none:
-            for portion in self.portions:
-                self.grad_attribute.leave(portion.parameter, None)
+            for parameter in self.parameters:
+                self.grad_attribute.leave(parameter, None)
         else:
             for grad in self.grads:
                 grad.zero_()
+
+
+def _put(shard: Tensor, piece: Piece, value: Tensor) -> None:
+    """Copies a piece of a whole parameter to its place in a shard."""
+    shard[piece.shard_offset : piece.shard_stop] = value.reshape(-1)[piece.start : piece.stop]
 
 
 class KeptGrad:

@@ -7,25 +7,24 @@ Next: `optim/fused.py` steps neighbouring local shards as one, and writes the co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, JointGrad, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
 from flatfsdp.engine.storage.group import FlatGroup
 
 
 def attach_targets(group: FlatGroup) -> None:
     """Gives `flat_shard` and `viewed_shard` to the parameters of this group that an optimizer has."""
     viewed = GroupViews(group) if group.master.is_divided else None
-    for parameter, start, stop in group.master.portions:
-        FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
+    for parameter, start, stop in group.master.local_shards:
+        FLAT_SHARD.leave(parameter, ShardTarget(group, start, stop))
         VIEWED_SHARD.leave(parameter, viewed)
 
 
-class PortionTarget:
+class ShardTarget:
     """Elements [start, stop) of one group's master shard, as a `FlatShard`.
 
     Attributes:
@@ -65,7 +64,7 @@ class PortionTarget:
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
-        # A weight is in one portion: those are cut between weights.
+        # A weight is in one local shard: those are cut between weights.
         return self.group.compute_shard.amaxes_of(self._start, self._stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,19 +74,21 @@ class PortionTarget:
     def cast_done(self) -> None:
         """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
         if not self.group.master.is_offloaded:
-            self.group.compute_shard.portion_done(self._start, self._stop)
+            self.group.compute_shard.elements_done(self._start, self._stop)
 
 
 class GroupViews:
-    """The master shard of a group that is sharded in place, as a `ViewedShard`.
+    """The master shard of a group as a `ViewedShard`: several parameters, one for each slot.
 
     Attributes:
         flat: the whole master shard.
+        views: the local shards.
+        joint_grad: returns the gradient of neighbouring local shards together; see `MasterShard`.
     """
 
     def __init__(self, group: FlatGroup) -> None:
-        self._group = group
-        self.flat = group.master.flat
+        self._group, master = group, group.master
+        self.flat, self.views, self.joint_grad = master.flat, master.local_shards, master.joint_grad
 
     @property
     def model(self) -> object:
@@ -99,19 +100,10 @@ class GroupViews:
         """Number of the shard in its model; 0 before the model is used."""
         return self._group.master.in_model.number
 
-    @property
-    def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """Views of the master shard, each with its start and stop in the shard."""
-        return self._group.master.portions
-
-    def joint_grad(self, first: int, last: int) -> JointGrad | None:
-        """The gradient of consecutive views together; None if they do not share one."""
-        return self._group.master.joint_grad(first, last)
-
     def joined(self, start: int, stop: int) -> FlatShard:
-        """The target of consecutive views together."""
-        return PortionTarget(self._group, start, stop)
+        """The target of neighbouring local shards together."""
+        return ShardTarget(self._group, start, stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles it as a `PortionTarget`."""
+        """Pickles it as a `ShardTarget`."""
         return type(None), ()

@@ -1,10 +1,10 @@
 """`ShardGrad`: a rank's part of a gradient, which asks other ranks where its own part cannot answer.
 
 In:   a reduced gradient, as long as the master shard (`Published`).
-Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each view, in the same memory.
+Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each local shard, in the same memory.
 Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_norms.py` answers over ranks.
 
-    flat gradient   | view 0 .......|gap| view 1 ....................|     kept alive by its parts alone
+    flat gradient   | slot 0 .......|gap| slot 1 ....................|     kept alive by its parts alone
     .grad             ShardGrad           ShardGrad
 
 A `ShardGrad`, and any result of the same shape that is computed from it (`p.grad / n`, `.detach()`), knows
@@ -60,49 +60,31 @@ class Place(NamedTuple):
 
     Attributes:
         shard: the master shard of the parameter.
-        portion: number of the parameter in it, of those that the optimizer has.
+        number: number of the parameter's local shard in it.
     """
 
     shard: ShardInModel
-    portion: int
+    number: int
 
 
+@dataclass(eq=False)
 class Published:
     """One reduced gradient, as long as the master shard; it lives as long as one of its parts does.
 
     Attributes:
-        flat: the gradient; zero in idle portions.
-        idle: numbers of the portions that no rank has used, and that have no gradient.
+        flat: the gradient; zero in idle local shards.
+        idle: numbers of the local shards that no rank has used, and that have no gradient.
     """
 
-    __slots__ = ("__weakref__", "flat", "idle")
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.idle: set[int] = set()
-
-
-class Answer(NamedTuple):
-    """A norm that was taken with others and has not been asked for yet.
-
-    Attributes:
-        version: version of the gradient at that time.
-        writes: count, at that time, of possible unnoticed writes to gradients.
-    """
-
-    norm_type: float
-    version: int
-    writes: int
-    norm: Tensor
+    flat: Tensor
+    idle: set[int]
 
 
 _DATA: Any = Tensor.data
 _BASE: Any = Tensor._base
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
-_EXTREMES = tuple(
-    getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")
-)
+_EXTREMES = [getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")]
 _ZEROING = (Tensor.zero_, torch._foreach_zero_)
 _LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
@@ -121,7 +103,8 @@ class ShardGrad(Tensor):
     Attributes:
         place: the parameter that it is the gradient of.
         published: the reduced gradient that this is a part of, in the same memory; None for computed results.
-        answer: its norm, if that was taken with another one.
+        answer: what its norm is known for, and the norm, if that was taken with others and has not been
+            asked for yet; see `NormsOverRanks`.
         zeroings: number of times it was zeroed.
         is_autograds: whether autograd has made it, where there was no gradient (see `unreduced.py`).
         stands_for_none: whether it is the zeros that `zero_grad(set_to_none=False)` put in place of a marker.
@@ -129,7 +112,7 @@ class ShardGrad(Tensor):
 
     place: Place
     published: Published | None = None
-    answer: Answer | None = None
+    answer: tuple[tuple[float, int, int], Tensor] | None = None
     zeroings: int = 0
     is_autograds: bool = False
     stands_for_none: bool = False
@@ -146,20 +129,8 @@ class ShardGrad(Tensor):
         """Whether it stands for no gradient, and nobody has written to it but to zero it."""
         return self.stands_for_none and self._version == self.zeroings
 
-    @property
-    def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _NORMS and isinstance(args[0], ShardGrad):
             return _norm(func, args[0], args[1:], kwargs)
@@ -170,7 +141,8 @@ class ShardGrad(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                _shared_nonfinite(args[0], args[1])
+                for norms in dict.fromkeys(grad.place.shard.norms for grad in _shard_grads(args[:1])):
+                    norms.share_nonfinite(args[1])
             elif func in _ZEROING:
                 for grad in _shard_grads(args):
                     grad.zeroings += 1
@@ -182,15 +154,15 @@ class ShardGrad(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copies to an ordinary tensor, which belongs to no parameter."""
-        return copy.deepcopy(self.plain, memo)
+        return copy.deepcopy(plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)
 
 
 def plain(grad: Tensor) -> Tensor:
     """An ordinary tensor in the same memory."""
-    return grad.plain if isinstance(grad, ShardGrad) else grad
+    return grad.as_subclass(Tensor) if isinstance(grad, ShardGrad) else grad
 
 
 def _shard_grads(values: Any) -> Iterator[ShardGrad]:
@@ -206,26 +178,21 @@ def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
     """Marks a result computed from a gradient with the same parameter, if it could replace the gradient."""
     if args and type(result) in (list, tuple):
         # torch._foreach_mul(grads, 0.5)
-        count = len(result)
-        columns = [
-            arg if isinstance(arg, (list, tuple)) and len(arg) == count else [arg] * count for arg in args
-        ]
+        n = len(result)
+        columns = [arg if isinstance(arg, (list, tuple)) and len(arg) == n else [arg] * n for arg in args]
         return type(result)(map(_of_the_same_place, result, zip(*columns, strict=True)))
     if type(result) is not Tensor or not result.is_floating_point():
         return result
-    sources = (grad for grad in _shard_grads(args) if grad.shape == result.shape)
-    source = next(sources, None)
+    source = next((grad for grad in _shard_grads(args) if grad.shape == result.shape), None)
     return result if source is None else ShardGrad.of(result, source.place)
 
 
 def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError except for `torch.max(grad, other)`."""
-    others = (*args[1:], kwargs.get("other"))
-    if not any(isinstance(other, Tensor) for other in others):
+    if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
         raise ValueError(
-            f"{func.__name__} of a gradient of which this rank has a part, and some ranks none; use "
-            ".grad.norm(torch.inf) for the largest magnitude over all ranks, or "
-            ".grad.as_subclass(torch.Tensor) for this rank's elements"
+            f"{func.__name__} of this rank's part of a gradient; use .grad.norm(torch.inf) for the largest "
+            "magnitude over all ranks, or .grad.as_subclass(torch.Tensor) for this rank's elements"
         )
 
 
@@ -242,16 +209,10 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
             ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
     norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
-    if options.get("dtype") is not None:
-        norm = norm.to(options["dtype"])
+    norm = norm.to(options.get("dtype") or norm.dtype)
     return norm.reshape(1) if options.get("keepdim") else norm
 
 
 def _norms(tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Computes `torch._foreach_norm` of gradients and other tensors."""
     return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
-
-
-def _shared_nonfinite(grads: Sequence[Tensor], found: Tensor) -> None:
-    for norms in dict.fromkeys(grad.place.shard.norms for grad in grads if isinstance(grad, ShardGrad)):
-        norms.share_nonfinite(found)

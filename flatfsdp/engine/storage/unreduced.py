@@ -18,16 +18,16 @@ themselves.  Autograd adds its gradient to `.grad`, in any microbatch, and the r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
-from flatfsdp.engine.storage.shard_grad import Place, ShardGrad
+from flatfsdp.engine.storage.shard_grad import Place, ShardGrad, ShardInModel
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.torch_private import receives_gradient, weakly
 
@@ -47,21 +47,14 @@ class Unreduced(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, place: Place) -> Unreduced:
         """Makes the marker for a parameter whose gradient is being accumulated."""
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        marker = zero.expand(parameter.shape).as_subclass(Unreduced)
+        marker = parameter.new_zeros(()).expand(parameter.shape).as_subclass(Unreduced)
         # The parameter refers to the marker; a reference back would keep both alive for good.
         marker._parameter = weakref.ref(parameter)
         marker._place = place
         return marker
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func == _GRAD_FN.__get__:
             return None
         if func is Tensor.__repr__:
@@ -80,8 +73,7 @@ class Unreduced(Tensor):
 
 UNREDUCED = (
     "gradients are accumulated and not yet reduced.  Run the last backward of the step first: outside of "
-    "no_sync(), with set_is_last_backward(True), or inside the microbatches() loop; zero_grad() drops what "
-    "is accumulated"
+    "no_sync(), with set_is_last_backward(True), or in the microbatches() loop; zero_grad() drops them"
 )
 """End of a message about a use of gradients that came too early."""
 
@@ -92,18 +84,6 @@ def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD
     return None if isinstance(grad, Unreduced) else grad
 
 
-class _Arriving(NamedTuple):
-    """What was in `.grad` when autograd began to add a gradient of its own.
-
-    Attributes:
-        was_empty: whether there was no gradient, or a marker.
-        is_watched: whether it was the tensor that is watched.
-    """
-
-    was_empty: bool
-    is_watched: bool
-
-
 _GRAD_OF = attrgetter("grad")
 
 
@@ -111,56 +91,41 @@ class UnreducedMarks:
     """Watches `.grad` of the parameters of one shard from the end of one backward to the next.
 
     Args:
+        parameters: the parameters of the shard that the optimizer has.
+        shard: the shard, as its gradients know it.
         state: facts about the group; `changes` is raised when a watch begins or ends.
 
     Attributes:
+        places: whose gradients those of the parameters are.
         is_on: whether the gradients are watched.
-        parameters: the parameters of the shard that the optimizer has.
-        watched: what is in the `.grad` of each while it is watched.
+        watched: what is in the `.grad` of each parameter while it is watched.
     """
 
-    def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self._places: Sequence[Place] = ()
+    def __init__(self, parameters: Sequence[nn.Parameter], shard: ShardInModel, state: GroupState) -> None:
+        self.parameters, self._state = parameters, state
+        self.places = [Place(shard, index) for index in range(len(parameters))]
         self.is_on = False
-        self.parameters: Sequence[nn.Parameter] = ()
         self._markers: Sequence[Unreduced] = ()
         self.watched: list[Tensor] = []
         # Empty if only markers are watched.
         self._zeroings: list[int] = []
-        self._arriving: dict[int, _Arriving] = {}
+        # Of each gradient that autograd is about to add: was there none before, or the one that is watched?
+        self._arriving: dict[int, tuple[bool, bool]] = {}
         self._brought: set[int] = set()
-
-    def autograds(self) -> dict[int, ShardGrad]:
-        """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
-        found = ((index, self.parameters[index].grad) for index in self._brought)
-        return {i: grad for i, grad in found if isinstance(grad, ShardGrad) and grad.is_autograds}
-
-    def forget_autograds(self) -> None:
-        """Notes that these have been added to reduced gradients."""
-        self._brought.clear()
-
-    def follow(self, parameters: Sequence[nn.Parameter], places: Sequence[Place]) -> None:
-        """Follows the gradients of these parameters from now on."""
-        self.parameters, self._places, self._markers = parameters, places, ()
-        self._brought.clear()
         for index, parameter in enumerate(parameters):
             # PyTorch takes hooks for parameters that are trained, and keeps them while they are frozen.
             trains = parameter.requires_grad
             # A penalty may reach a parameter that is trained later.
             parameter.requires_grad_(True)
-            before = weakly(self, UnreducedMarks._before_autograd, index, weakref.ref(parameter))
-            parameter.register_hook(before)
+            parameter.register_hook(weakly(self, UnreducedMarks._before_autograd, index))
             parameter.register_post_accumulate_grad_hook(weakly(self, UnreducedMarks._after_autograd, index))
             parameter.requires_grad_(trains)
 
     def start(self) -> None:
         """Puts markers where there is no gradient, and watches the gradients that are there."""
         self._state.changes += 1
-        if not self._markers:
-            pairs = zip(self.parameters, self._places, strict=True)
-            self._markers = [Unreduced.of(*pair) for pair in pairs]
-        for parameter, marker, place in zip(self.parameters, self._markers, self._places, strict=True):
+        self._markers = self._markers or list(map(Unreduced.of, self.parameters, self.places))
+        for parameter, marker, place in zip(self.parameters, self._markers, self.places, strict=True):
             grad = parameter.grad
             if grad is None:
                 parameter.grad = marker
@@ -189,15 +154,12 @@ class UnreducedMarks:
             return False
         found = zip(self.parameters, self.watched, self._zeroings or [0] * len(self.watched), strict=True)
         zeroed = [p.grad is not grad or _zeroings(grad) != before for p, grad, before in found]
-        if not any(zeroed):
-            return False
-        if not all(zeroed):
+        if any(zeroed) and not all(zeroed):
             raise RuntimeError(
-                "an optimizer has zeroed a part of a unit's gradients while they were accumulated, and they "
-                "are dropped together or not at all; zero those of all optimizers, or none, between two "
-                "microbatches"
+                "an optimizer has zeroed a part of a unit's gradients while they were accumulated, which are "
+                "dropped together; zero those of all optimizers, or none, between two microbatches"
             )
-        return True
+        return any(zeroed)
 
     def stop(self) -> None:
         """Ends the watch, and removes the markers."""
@@ -207,43 +169,48 @@ class UnreducedMarks:
                 parameter.grad = None
         self.is_on, self.watched, self._zeroings = False, [], []
 
-    def drop_autograds(self) -> None:
-        """Drops gradients that autograd has brought to the parameters itself since the last reduction."""
-        for index in self.autograds():
+    def autograds(self) -> dict[int, ShardGrad]:
+        """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
+        found = ((index, self.parameters[index].grad) for index in self._brought)
+        return {i: grad for i, grad in found if isinstance(grad, ShardGrad) and grad.is_autograds}
+
+    def take_autograds(self) -> dict[int, ShardGrad]:
+        """Takes these gradients from the parameters."""
+        taken = self.autograds()
+        for index in taken:
             self.parameters[index].grad = None
         self._brought.clear()
+        return taken
 
-    def _before_autograd(self, index: int, of: weakref.ref[nn.Parameter], _grad: Tensor) -> None:
+    def _before_autograd(self, index: int, _grad: Tensor) -> None:
         """Autograd is about to add a gradient of its own to `.grad`."""
-        parameter = of()
-        assert parameter is not None
+        parameter = self.parameters[index]
         if not receives_gradient(parameter):
             # `autograd.grad` asks for it, and accumulates nothing.
             return
         if len(parameter._post_accumulate_grad_hooks or ()) > 1:
             raise RuntimeError(
-                "a parameter with a post-accumulate-grad hook got a gradient of its own (from a penalty on "
-                "model.parameters(), say), and the hook would run before the gradient of the loss is there; "
-                "compute the penalty's gradient outside of autograd, in the hook, or take the hook away"
+                "a parameter with a post-accumulate-grad hook got a gradient of its own (of a penalty, say), "
+                "before that of the loss; make it outside of autograd, in the hook, or take the hook away"
             )
         grad = parameter.grad
         is_watched = self.is_on and grad is self.watched[index]
         if isinstance(grad, Unreduced) or (isinstance(grad, ShardGrad) and grad.stands_for_none):
             # Autograd would add to it in place.
             grad = parameter.grad = None
-        self._arriving[index] = _Arriving(grad is None, is_watched)
+        self._arriving[index] = grad is None, is_watched
 
     def _after_autograd(self, index: int, parameter: nn.Parameter) -> None:
-        arriving, grad = self._arriving.pop(index), parameter.grad
+        (was_empty, is_watched), grad = self._arriving.pop(index), parameter.grad
         assert grad is not None
         self._state.changes += 1
         self._state.from_autograd += 1
-        if arriving.was_empty:
-            parameter.grad = grad = ShardGrad.of(grad, self._places[index])
+        if was_empty:
+            parameter.grad = grad = ShardGrad.of(grad, self.places[index])
             grad.is_autograds = True
             self._brought.add(index)
         # A penalty is no `zero_grad()`.
-        if arriving.is_watched and grad is not self.watched[index]:
+        if is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
             self.watched[index] = grad
             self._zeroings = self._zeroings or [0] * len(self.watched)

@@ -221,8 +221,8 @@ def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
     """Sizes of the optimizer's state for these groups; it may also update others, such as other stages'."""
     for master in (group.master for group in groups):
-        for portion in master.portions:
-            for value in optimizer.state.get(portion.parameter, {}).values():
+        for parameter in master.parameters:
+            for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.device == master.device:
                     yield Size(value.numel(), value.dtype)
 

@@ -16,7 +16,7 @@ from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, microbatch
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
-from flatfsdp.engine.build.claim import bindings_of
+from flatfsdp.engine.build.build_unit import bindings_of
 from flatfsdp.flat.layout import Role
 from tests.support.joint_layers import QKV, ROWS, WIDTH, Layer, Net, OneWeight, batch, loss_of
 

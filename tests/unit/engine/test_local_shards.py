@@ -13,10 +13,8 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
 from flatfsdp.contract.whole_shape import whole_shape
-from flatfsdp.engine.storage.local_shards import Portion
-from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.shared import Shared, UnitMember
-from flatfsdp.engine.storage.state import GroupState
+from flatfsdp.engine.storage.master import LocalShard, MasterShard
+from flatfsdp.engine.storage.state import Shared, UnitMember
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.options import Policy, Precision
 
@@ -32,23 +30,19 @@ def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShar
     layout = FlatLayout.pack(ParamSpec(name, shape) for name, shape in SHAPES.items())
     grid = Grid(Ranks(None, size, rank), ALONE)
     unit = UnitMember(Policy(Precision()), grid, Shared(torch.device("cpu")))
-    master = MasterShard(layout, unit, GroupState(), torch.float32, trainable=True)
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
-        master.load(slot, parameter.detach())
-    master.divide(parameters)
-    return master
+    return MasterShard(layout, unit, parameters, lists_flat=False)
 
 
-def portions_of(rank: int, size: int) -> tuple[MasterShard, Sequence[Portion]]:
+def local_shards_of(rank: int, size: int) -> tuple[MasterShard, Sequence[LocalShard]]:
     master = shard_of(rank, size, originals())
-    return master, master.portions
+    return master, master.local_shards
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_all_ranks_together_have_each_parameter_once(size: int) -> None:
-    by_rank = [portions_of(rank, size)[1] for rank in range(size)]
+    by_rank = [local_shards_of(rank, size)[1] for rank in range(size)]
     for index, original in enumerate(originals()):
-        parts = [portions[index].parameter for portions in by_rank]
+        parts = [local_shards[index].parameter for local_shards in by_rank]
         assert all(isinstance(part, nn.Parameter) and part.dim() == 1 for part in parts)
         assert torch.equal(torch.cat(parts), original.flatten())
         assert {whole_shape(part) for part in parts} == {original.shape}
@@ -57,18 +51,18 @@ def test_all_ranks_together_have_each_parameter_once(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3, 9])
 def test_starts_ascend_and_portions_are_disjoint(size: int) -> None:
     for rank in range(size):
-        master, portions = portions_of(rank, size)
-        edges = [edge for _, start, stop in portions for edge in (start, stop)]
+        master, local_shards = local_shards_of(rank, size)
+        edges = [edge for _, start, stop in local_shards for edge in (start, stop)]
         assert edges == sorted(edges)
         assert edges[0] >= 0 and edges[-1] <= master.flat.numel()
-        assert all(stop - start == parameter.numel() for parameter, start, stop in portions)
+        assert all(stop - start == parameter.numel() for parameter, start, stop in local_shards)
 
 
 def test_a_view_is_the_shard_and_counts_its_writes() -> None:
     """Also an empty one, so that all ranks count alike."""
-    master, portions = portions_of(1, 3)
-    assert {portion.parameter.numel() > 0 for portion in portions} == {True, False}
-    for parameter, start, stop in portions:
+    master, local_shards = local_shards_of(1, 3)
+    assert {local.parameter.numel() > 0 for local in local_shards} == {True, False}
+    for parameter, start, stop in local_shards:
         version = master.version
         with torch.no_grad():
             parameter.copy_(torch.ones(stop - start))
@@ -83,7 +77,7 @@ def test_what_users_keep_on_a_parameter_is_on_its_view() -> None:
     parameters[1].decay = 0.5  # type: ignore[attr-defined]
     SEQUENCE_PARALLEL.leave(parameters[1], True)
     MAIN_GRAD.leave(parameters[1], torch.zeros(7, 5))
-    views = [portion.parameter for portion in shard_of(0, 1, parameters).portions]
+    views = [local.parameter for local in shard_of(0, 1, parameters).local_shards]
     assert [view.requires_grad for view in views] == [False, True, True, True, True]
     assert views[1].decay == 0.5  # type: ignore[attr-defined]
     assert SEQUENCE_PARALLEL.of(views[1])

@@ -155,7 +155,8 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
     model = shard(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
     (group,) = (group for group in model.fsdp_state.groups if group.layout.role is Role.FP8)
     monkeypatch.setattr(model.fsdp_state.shared, "device", torch.device("meta"))
-    offloaded = FP8Shard(group.master, GroupState())
+    group.master.state = GroupState()
+    offloaded = FP8Shard(group.master)
     model.fsdp_state.shared.ledger.reset()
     taken: list[Tensor] = []
 

@@ -22,10 +22,9 @@ from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import WrapPolicy
-from flatfsdp.engine.build.claim import default_precision
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.layers import convert
-from flatfsdp.options import Options, Precision, require_known
+from flatfsdp.options import Options, Precision, default_precision, require_known
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 """Values of `TrainingArguments.optim` that select elementwise optimizers of PyTorch."""
