@@ -181,7 +181,7 @@ def _collecting(surroundings: Surroundings) -> Any:
 def _looking_at_markers(surroundings: Surroundings) -> bool:
     found: bool = _are_in_place.fget(surroundings)
     if found:
-        assert not any(group.master.marks.were_zeroed for group in surroundings._root.groups)
+        assert not any(group.master.marks.were_zeroed for group in surroundings.root.groups)
     return found
 
 

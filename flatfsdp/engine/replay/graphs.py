@@ -61,12 +61,8 @@ class Graphs:
         for state in random.states:
             graph.register_generator_state(state)
         # Relaxed mode: a new table of addresses is copied beside the graph.
-        with (
-            _sound_generator(self._generator),
-            _no_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"),
-            random.recorded(),
-        ):
+        relaxed = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="relaxed")
+        with _undisturbed(self._generator), relaxed, random.recorded():
             result = function()
         return Graph(graph, random), result
 
@@ -86,19 +82,12 @@ class Graphs:
         known = [each.untyped_storage().data_ptr() for each in outputs]
         segments = torch.cuda.memory.memory_snapshot(mempool_id=self._pool)
         blocks = [block for segment in segments for block in segment["blocks"]]
-        others = [
-            block["size"]
-            for block in blocks
-            if block["state"] == "active_allocated" and block["address"] not in known
-        ]
+        in_use = [block for block in blocks if block["state"] == "active_allocated"]
+        others = [block["size"] for block in in_use if block["address"] not in known]
         one = uses_of_memory(torch.empty((), device=self._stream.device))
-        uses = (uses_of_memory(each) - one + 1 for each in outputs)
-        aliased = [
-            each.nbytes
-            for each, address, count in zip(outputs, known, uses, strict=True)
-            if count > known.count(address)
-        ]
-        return others + aliased
+        own = [one - 1 + known.count(address) for address in known]
+        pairs = zip(outputs, own, strict=True)
+        return others + [each.nbytes for each, count in pairs if uses_of_memory(each) > count]
 
 
 class Graph:
@@ -118,26 +107,20 @@ class Graph:
 
 
 @contextmanager
-def _sound_generator(generator: torch.Generator) -> Iterator[None]:
-    """Context that restores the generator, which a failed capture would leave captured for good."""
-    before = generator.get_state()
-    try:
-        yield
-    except BaseException:
-        fresh = torch.Generator(generator.device)
-        fresh.set_state(before)
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
-        raise
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection: freeing an event or a graph breaks a running capture."""
-    was_enabled = gc.isenabled()
+def _undisturbed(generator: torch.Generator) -> Iterator[None]:
+    """Context of a capture, without garbage collection; if it fails, the generator is restored."""
+    before, was_enabled = generator.get_state(), gc.isenabled()
+    # Freeing an event or a graph breaks a running capture.
     gc.collect()
     gc.disable()
     try:
         yield
+    except BaseException:
+        # A failed capture would leave it captured for good.
+        fresh = torch.Generator(generator.device)
+        fresh.set_state(before)
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
     finally:
         if was_enabled:
             gc.enable()

@@ -32,7 +32,7 @@ from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Policy
-from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
+from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
 
@@ -130,16 +130,6 @@ class Root:
             # A loop ends a step even where nothing has begun: once more for each step.
             if group.state.is_of_a_step:
                 group.end_step()
-
-    def call_before_shutdown(self, method: Callable[[], None]) -> None:
-        """Calls a bound method before any of this model's process groups is destroyed, or Python ends.
-
-        A communicator of NCCL waits for the CUDA graphs that launch its collectives.  Unless they are freed
-        first, `destroy_process_group()` never returns.
-        """
-        for ranks in self.identity.communicators:
-            if ranks.group is not None:
-                call_before_shutdown(ranks.group, method, also_at_exit=True)
 
     @property
     def unit(self) -> Unit:
