@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.api.methods import UnitMethods, unit_of
 from flatfsdp.engine.api.shard import make_units, shard
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.flat.module_wrapper import ModuleWrapper
-from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Options, require_known
 
 
@@ -37,7 +35,7 @@ class FlatFSDP(Guarded, ModuleWrapper):
         options: ranks, dtypes and other settings, by name: see `Options`.
 
     Attributes:
-        module: the sharded module.  Attributes not found here are looked up there.
+        module: the sharded module.  Attributes not found here are looked up there, such as `fsdp_state`.
 
     Raises:
         TypeError, ValueError: as `flatfsdp.shard`.
@@ -54,16 +52,6 @@ class FlatFSDP(Guarded, ModuleWrapper):
     @property
     def _unit(self) -> UnitMethods:
         return unit_of(self.module)
-
-    @property
-    def microbatch(self) -> Microbatch:
-        """The microbatch that the model is in; shared with the inner units of a root."""
-        return self._unit.fsdp_state.shared.microbatch
-
-    @property
-    def ledger(self) -> ByteLedger:
-        """Bytes that this rank has sent; shared with the inner units of a root."""
-        return self._unit.fsdp_state.shared.ledger
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the sharded module."""

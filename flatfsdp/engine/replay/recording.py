@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.facts import Surroundings, facts_of
+from flatfsdp.engine.replay.facts import Facts, Surroundings, facts_of
 from flatfsdp.engine.replay.graphs import Graphs
 from flatfsdp.engine.replay.random_state import RandomMoves
 from flatfsdp.engine.step.reduce import Reduced
@@ -38,6 +38,7 @@ class Recording:
         moves: what an eager microbatch of this kind does to the random state.
 
     Attributes:
+        facts: what it takes for granted; set by who keeps it.
         outputs: tensors that the next replay overwrites.
 
     Raises:
@@ -47,6 +48,7 @@ class Recording:
     def __init__(
         self, graphs: Graphs, surroundings: Surroundings, run: Run, inputs: list[Tensor], moves: RandomMoves
     ) -> None:
+        self.facts: Facts = ()
         self._root = root = surroundings.root
         self._inputs = inputs
         self._arenas = surroundings.arenas

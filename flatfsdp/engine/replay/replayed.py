@@ -108,20 +108,20 @@ class _Seen:
     Attributes:
         facts: facts at its last eager run.
         times: number of eager runs in a row before that, with the same facts.
-        recording: the recording, with the facts for which it was made.
+        recording: the recording.
         outputs: structure of the function's result.
         scalings: FP8 scales that its runs have updated; a recording may not be the first to do so.
         moves: what its last eager run did to the random state.
-        has_penalty: whether its last eager run brought gradients to the optimizer's parameters themselves.
+        why_not: reason why it cannot be recorded, as its last eager run has shown; None if it can.
     """
 
     facts: Facts | None = None
     times: int = 0
-    recording: tuple[Facts, Recording] | None = None
+    recording: Recording | None = None
     outputs: TreeSpec | None = None
     scalings: Sequence[Scaling] = ()
     moves: RandomMoves | None = None
-    has_penalty: bool = False
+    why_not: str | None = None
 
 
 class Replayed(Generic[P, R]):
@@ -171,7 +171,7 @@ class Replayed(Generic[P, R]):
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
         for seen in self._seen.values():
             if seen.recording is not None:
-                seen.recording[1].release()
+                seen.recording.release()
         self._seen.clear()
 
     def _run(
@@ -190,26 +190,21 @@ class Replayed(Generic[P, R]):
                 for group in root.groups:
                     group.drop_if_zeroed()
         # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
-        reason = surroundings.why_not(is_last=key.is_last)
+        reason = surroundings.why_not(is_last=key.is_last) or seen.why_not
         facts = surroundings.facts()
-        if seen.moves is not None and seen.moves.reseeds:
-            reason = "the microbatch sets a random seed, which replays would not"
-        if seen.has_penalty:
-            reason = "a penalty on model.parameters() adds gradients beside those that are reduced"
         if reason is not None and reason not in self._said:
             self._said.add(reason)
             logger.warning("microbatches are run eagerly, not replayed: %s", reason)
-        if reason is None and seen.recording is not None and seen.recording[0] == facts:
-            recording = seen.recording[1]
+        if reason is None and seen.recording is not None and seen.recording.facts == facts:
             # Found equal faster the next time, if these are the same objects then.
-            seen.recording = facts, recording
+            seen.recording.facts = facts
             # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
             # instead would otherwise meet them unnoticed.
             _begin(root, seen.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = None, 0
-            return recording.replay(tensors)
+            return seen.recording.replay(tensors)
         # From here on the microbatch runs, eagerly or in a capture, and writes where replays will write.
         keep_addresses(root, of_sums=self._has_sums)
         # Taken again: addresses that have just been fixed are facts.
@@ -225,7 +220,9 @@ class Replayed(Generic[P, R]):
         from_autograd = autograds_of(root)
         with graphs.watched() as moves:
             outputs = run(inputs)
-        seen.has_penalty = autograds_of(root) != from_autograd
+        seen.why_not = "the microbatch sets a random seed, which replays would not" if moves.reseeds else None
+        if autograds_of(root) != from_autograd:
+            seen.why_not = "a penalty on model.parameters() adds gradients beside those that are reduced"
         # A recording repeats what the random state went through, so two eager runs have to agree on it.
         if moves != seen.moves:
             seen.moves, seen.times = moves, 0
@@ -263,8 +260,9 @@ class Replayed(Generic[P, R]):
             self._seen.clear()
             raise
         outputs = recording.run_first()
-        seen.recording, seen.scalings = (seen.facts, recording), root.shared.scales.noted
-        require_nothing_kept(graphs, (each.recording[1] for each in self._seen.values() if each.recording))
+        recording.facts = seen.facts
+        seen.recording, seen.scalings = recording, root.shared.scales.noted
+        require_nothing_kept(graphs, [each.recording for each in self._seen.values() if each.recording])
         return outputs
 
     def _call(self, arguments: Any, seen: _Seen, inputs: Sequence[Tensor]) -> Outputs:

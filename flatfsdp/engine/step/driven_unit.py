@@ -25,9 +25,8 @@ around them for their gradients, so those parameters stay until the backward is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from flatfsdp.engine.step.input_casts import cast_in_front_of_modules
 from flatfsdp.engine.step.left_behind import LeftBehind
 from flatfsdp.engine.step.prefetch_order import Forward
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
-from flatfsdp.engine.step.root import Call, Root
+from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.shared import Shared
@@ -47,19 +46,10 @@ from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
-
-class Begun(NamedTuple):
-    """One call of a unit, from its beginning.
-
-    Attributes:
-        position: the unit's position in this forward; -1 in a recomputation.
-        versions: the version of each input that required a gradient, by its id; empty under no_grad.
-        operation: number of the first differentiable operation of the call.
-    """
-
-    position: int
-    versions: dict[int, int]
-    operation: int
+Begun = tuple[int, dict[int, int], int]
+"""One call of a unit, from its beginning: the unit's position in this forward, -1 in a recomputation; the
+version of each input that required a gradient, by its id, none under no_grad; number of its first
+differentiable operation."""
 
 
 class DrivenUnit(Unit):
@@ -74,13 +64,7 @@ class DrivenUnit(Unit):
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        grid: Grid,
-        shared: Shared,
-        modules: Iterable[nn.Module],
-        *,
-        contains_units: bool,
+        self, policy: Policy, grid: Grid, shared: Shared, modules: list[nn.Module], *, contains_units: bool
     ) -> None:
         super().__init__(policy, grid, shared)
         self.root: Root
@@ -92,29 +76,23 @@ class DrivenUnit(Unit):
         self.root = root
         for cast in self.casts:  # a layer that was a model of its own before
             cast.remove()
-        self.casts, self.casts_to = [], None
-        compute = self.policy.precision.compute
-        if self.policy.cast_inputs and compute is not torch.float32:
-            if self is root.unit:
-                self.casts = cast_in_front_of_modules(self, compute)
-            else:
-                self.casts_to = compute
+        compute, is_outermost = self.policy.precision.compute, self is root.unit
+        casts = self.policy.cast_inputs and compute is not torch.float32
+        self.casts = cast_in_front_of_modules(self, compute) if casts and is_outermost else []
+        self.casts_to = compute if casts and not is_outermost else None
 
     # ---- forward ----------------------------------------------------------------------------------------
 
     @never_traced
-    def before_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
+    def before_forward(self, args: Any, kwargs: dict[str, Any]) -> tuple[Begun, Any, dict[str, Any]]:
         """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
-                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
-                    "resize it) before the model is sharded. torch.func.functional_call, which replaces "
-                    "parameters for one call, is not supported: call it with a plain copy of the model"
+                    "what took its place; write to it inside summon_full_params(), or replace it before "
+                    "sharding. torch.func.functional_call is not supported: call it with a plain copy"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
@@ -131,7 +109,9 @@ class DrivenUnit(Unit):
             elif kwargs:
                 name, first = next(iter(kwargs.items()))
                 kwargs = {**kwargs, name: cast_fp32(first, self.casts_to)}
-        return Begun(position, _versions_of(tensors_in((args, kwargs))), next_operation()), args, kwargs
+        inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else ()
+        versions = {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
+        return (position, versions, next_operation()), args, kwargs
 
     @never_traced
     def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
@@ -161,7 +141,10 @@ class DrivenUnit(Unit):
             tensors = tensors_in(outputs)
             differentiable = [t for t in tensors if t.requires_grad]
         # Before hooks are registered on the outputs, which are there, too.
-        left = self._left_on_modules(first, differentiable)
+        left = self._left_behind.since(first) if torch.is_grad_enabled() and not in_backward() else []
+        if left:
+            known = set(map(id, differentiable))
+            left = [each for each in left if id(each[0]) not in known]
         if differentiable or left:
             use = self._follow_inputs(tensors_in(arguments))
             # The backward gathers again, and has to get what this forward had.
@@ -176,9 +159,9 @@ class DrivenUnit(Unit):
             if not in_backward():
                 for tensor, number in left:
                     # The hook of the inner unit that made it, such as one in this unit's list of losses.
-                    made_in = (call for call in self.root.calls if call.first <= number < call.end)
-                    tensor.register_hook(next((call.before_backward for call in made_in), hook))
-                self.root.calls.append(Call(first, next_operation(), hook))
+                    makers = (maker for operations, maker in self.root.calls if number in operations)
+                    tensor.register_hook(next(makers, hook))
+                self.root.calls.append((range(first, next_operation()), hook))
         if in_backward():
             return outputs
         # A backward that starts from an output without visible tensors could not gather them again.
@@ -188,14 +171,6 @@ class DrivenUnit(Unit):
             self._require_no_parameter(tensors)
             self.reshard()
         return outputs
-
-    def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
-        """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
-        if not torch.is_grad_enabled() or in_backward():
-            return []
-        left = self._left_behind.since(first)
-        known = set(map(id, outputs)) if left else ()
-        return [each for each in left if id(each[0]) not in known]
 
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Raises for a returned parameter: reading it after the free would crash."""
@@ -227,14 +202,14 @@ class DrivenUnit(Unit):
 
     def _before_backward(
         self,
-        use: object | None,
+        use: object,
         is_empty: bool,
-        versions: list[Version],
+        found: list[Version],
         forward: Forward | None,
-        position: int,
-        _grad: Tensor,
+        place: int,
+        _: Tensor,
     ) -> None:
-        for group, version in zip(self.groups, versions, strict=True):
+        for group, version in zip(self.groups, found, strict=True):
             group.require_version(version)
         # autograd notices most such writes, but not those to parts of a pack: it has saved the pack.
         self.writes.require_none()
@@ -248,7 +223,7 @@ class DrivenUnit(Unit):
             # Without an input that gets a gradient, nothing tells that the module's own backward is over.
             self._was_followed = True
         # Modules see them, too: a recomputation inside reads the parameters again.
-        self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, position))
+        self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, place))
         # Its sources are the parameters, which are there now.
         self.derived.restore()
 
@@ -262,10 +237,9 @@ class DrivenUnit(Unit):
             # It is in `main_grad` by now, and would be added to the next step's.
             group.drop_unreduced()
             raise RuntimeError(
-                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN "
-                "in their place: its forward has handed out a tensor beside its outputs (through a closure "
-                "or a global list), or a loss was made of module.weight outside of the forward; return the "
-                "tensor from the forward, or set it as an attribute of a module in the unit"
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: "
+                "its forward has handed out a tensor beside its outputs (through a closure), or a loss uses "
+                "module.weight outside; return the tensor, or set it as an attribute of a module in the unit"
             )
         landed = self._landed[running_backward(), group]
         # Once a group, not once a parameter.
@@ -292,12 +266,6 @@ class DrivenUnit(Unit):
         if is_complete and self.root.reduces and any(group.state.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)
         self._free_after_backward()
-
-
-def _versions_of(inputs: list[Tensor]) -> dict[int, int]:
-    if not torch.is_grad_enabled():
-        return {}
-    return {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
 
 
 def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:

@@ -33,9 +33,7 @@ def cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHa
     return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
 
 
-def _cast_arguments(
-    dtype: torch.dtype, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # FP32 beside 16-bit activations, such as a router's weights of experts, is so on purpose.
     first = args[0] if args else next(iter(kwargs.values()), None)
     if not _holds_fp32(first):

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,20 +40,6 @@ _HOOKS = attrgetter("_backward_hooks")
 _CHANGES = attrgetter("changes")
 
 
-class Call(NamedTuple):
-    """One call of a unit that has ended, in the running forward.
-
-    Attributes:
-        first: number of the first differentiable operation of the call.
-        end: number of the first one after it.
-        before_backward: gathers the unit, once a backward has come to a result of the call.
-    """
-
-    first: int
-    end: int
-    before_backward: Callable[[Tensor], None]
-
-
 class Root:
     """One model: the units that its forwards and backwards drive together.  Its construction is collective.
 
@@ -71,7 +57,9 @@ class Root:
         identity: what collectives of the model carry.
         gather_ranks: communicators that gathers use.
         in_forward: whether a forward of the model runs.
-        calls: calls of units that have ended in the running forward, inner ones before outer ones.
+        calls: calls of units that have ended in the running forward, inner ones before outer ones: the
+            numbers of the differentiable operations in it, and what gathers the unit once a backward has come
+            to a result of the call.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
         pools: memory of recorded microbatches, each with `nbytes`, as long as there are any.
@@ -86,7 +74,7 @@ class Root:
         self._watched: int | None = None
         self.order = ForwardOrder(policy.prefetch)
         # First, as it may raise: the reducer makes communicators.
-        self._weight_scales = weight_scales(self.groups, shared.ledger)
+        self._weight_scales = weight_scales(self.groups)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
         self.gather_ranks = several(group.grid.shard for group in self.groups)
         self._tensor_ranks = several(group.grid.tensor for group in self.groups)
@@ -95,18 +83,16 @@ class Root:
         self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish
         self._has_begun = False
         self.in_forward = False
-        self.calls: list[Call] = []
+        self.calls: list[tuple[range, Callable[[Tensor], None]]] = []
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
         grids = [*(group.grid for group in self.groups), *self.reducer.grids.values()]
-        shared.identity = self.identity = ModelIdentity(
-            number,
-            units=[unit.name if unit.groups else "" for unit in units],
-            data_parallel=several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
-            communicators=several(ranks for grid in grids for ranks in grid.dimensions),
-            timeout=policy.timeout,
-        )
+        data_parallel = several(ranks for grid in grids for ranks in (grid.shard, grid.replicate))
+        communicators = several(ranks for grid in grids for ranks in grid.dimensions)
+        names = [unit.name if unit.groups else "" for unit in units]
+        self.identity = ModelIdentity(number, names, data_parallel, communicators, policy.timeout)
+        shared.identity = self.identity
         # Before the first collective, which carries the unit's number and the model's identity.
         for index, unit in enumerate(units):
             unit.number, unit.shared = index, shared
@@ -189,8 +175,24 @@ class Root:
     def look_at_user(self) -> None:
         """Checks what the user may have done to the parameters, before anything is gathered."""
         self.look_at_ranks()
-        self._require_own_memory()
-        self._require_no_hooks()
+        # All units before any is gathered: ranks may hold parts of different ones.
+        for group in self.groups:
+            if group.master.has_moved:
+                raise RuntimeError(
+                    f"a parameter of unit {group.name} was given other memory (p.data = ..., "
+                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
+                    "p.data.copy_(...)"
+                )
+            # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
+            # `UnreducedMarks.follow`.
+            counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
+            if max(counts, default=1) > 1:
+                name = group.master.portion_name(next(i for i, count in enumerate(counts) if count > 1))
+                raise RuntimeError(
+                    f"parameter {group.unit.prefix}{name} has a tensor hook (register_hook), which would "
+                    "never run: its gradient comes from a reduction; use register_post_accumulate_grad_hook, "
+                    "which runs when .grad is there, or register the hook before the model is sharded"
+                )
         self.require_no_writes()
 
     def require_no_writes(self) -> None:
@@ -208,31 +210,6 @@ class Root:
     def versions(self) -> list[Version]:
         """Versions of all master shards."""
         return [group.master.version for group in self.groups]
-
-    def _require_own_memory(self) -> None:
-        """Checks all units before any is gathered: ranks may hold parts of different ones."""
-        for group in self.groups:
-            if group.master.has_moved:
-                raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory (p.data = ..., "
-                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
-                    "p.data.copy_(...)"
-                )
-
-    def _require_no_hooks(self) -> None:
-        """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
-        for group in self.groups:
-            # The first one is the engine's, see `UnreducedMarks.follow`.
-            counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
-            for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
-                if count > 1:
-                    name = group.unit.prefix + group.master.portion_name(number)
-                    raise RuntimeError(
-                        f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
-                        "this rank's part, and its gradient comes from a reduction; use "
-                        "register_post_accumulate_grad_hook, which runs when .grad is there, or register the "
-                        "hook before the model is sharded"
-                    )
 
     def _refresh_scales(self) -> None:
         for scales in self._weight_scales:
@@ -283,7 +260,7 @@ class Root:
     def _free_parameters(self) -> None:
         for unit in self.units:
             unit.reshard()
-        self._expire()
+            unit.expire()
 
     def _expire(self) -> None:
         for unit in self.units:
@@ -312,9 +289,7 @@ class Root:
             raise RuntimeError("unsharded() inside a forward or backward; call it before or after")
         # Contexts may be nested: the inner one gathers and frees nothing.
         fresh = [unit for unit in self.units if not unit.is_kept]
-        look(self.identity)
-        self._require_own_memory()
-        self.require_no_writes()
+        self.look_at_user()
         self._expire()
         self.follow_user()
         self._refresh_scales()
@@ -325,10 +300,9 @@ class Root:
             yield
         finally:
             for unit in fresh:
-                # In this order: a unit that is kept ignores both calls.
                 unit.is_kept = False
-                unit.reshard()
-                unit.expire()
+            # Not those of an outer context: a unit that is kept ignores this.
+            self._free_parameters()
 
     def begin_backward(self, forward: Forward | None = None) -> int:
         """Begins a backward at its first event, and is called by later ones, too; returns its number.

@@ -78,11 +78,6 @@ class Unit(UnitMember):
         """The groups that are trained now."""
         return [group for group in self.groups if group.trains]
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether some parameter is not gathered."""
-        return any(group.state.shard is ShardState.SHARDED for group in self.groups)
-
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in the memory of the gathered parameters."""
         return any(group.holds(tensor) for group in self.groups)
@@ -105,24 +100,19 @@ class Unit(UnitMember):
         with stream.after_compute():
             for group in missing:
                 group.compute_shard.cast()
-            self._gather(missing, action)
+            if nbytes := sum(group.gathered_bytes for group in missing):
+                with (
+                    self.moving("all_gather", "gather", nbytes),
+                    launch(self.grid.shard, self.identify(action), self.shared.device, len(missing)),
+                ):
+                    for group in missing:
+                        group.gather()
             for group in untransposed:
                 group.transpose()
         # One event for all: the compute stream waits for the unit as a whole.
         event = stream.mark()
         for group in {*missing, *untransposed}:
             group.started(event)
-
-    def _gather(self, groups: list[FlatGroup], action: Action) -> None:
-        nbytes = sum(group.gathered_bytes for group in groups)
-        if not nbytes:
-            return
-        with (
-            self.moving("all_gather", "gather", nbytes),
-            launch(self.grid.shard, self.identify(action), self.shared.device, len(groups)),
-        ):
-            for group in groups:
-                group.gather()
 
     def show(self, action: Action, ahead: Iterable[Unit] = ()) -> None:
         """Gathers the parameters, and lets the module see them.
@@ -166,19 +156,16 @@ class Unit(UnitMember):
     @property
     def backward_done(self) -> bool:
         """Whether all gradients of the running backward have landed; a nested one counts separately."""
-        return self._num_awaited > 0 and self._all_landed_in(running_backward())
-
-    @property
-    def _num_awaited(self) -> int:
-        awaited = 0
-        for group in self.groups:  # faster than a sum, and asked for at each landing
-            if group.is_awaited:
-                awaited += group.num_trained
-        return awaited
+        is_awaited = any(group.is_awaited and group.num_trained for group in self.groups)
+        return is_awaited and self._all_landed_in(running_backward())
 
     def _all_landed_in(self, backward: int) -> bool:
-        landed = sum(len(self._landed.get((backward, group), ())) for group in self.groups)
-        return landed >= self._num_awaited or (backward in self._empty_in and not landed)
+        landed = awaited = 0
+        for group in self.groups:  # faster than sums, and asked for at each landing
+            landed += len(self._landed.get((backward, group), ()))
+            if group.is_awaited:
+                awaited += group.num_trained
+        return landed >= awaited or (backward in self._empty_in and not landed)
 
     def _free_after_backward(self) -> None:
         if self.policy.reshard_after_forward or self.shared.microbatch.is_last:
