@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
 from flatfsdp.engine.replay.facts import Surroundings
-from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.replay.graphs import RandomMoves
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.torch_private import uses_of_memory
@@ -117,8 +117,8 @@ class TapeGraphs:
 
     nbytes = 0
 
-    def kept(self, outputs: Sequence[Tensor]) -> list[int]:
-        return []
+    def require_nothing_kept(self, outputs: Sequence[Tensor]) -> None:
+        pass
 
 
 def _again(graph: TapeGraph, owner: Any, name: str) -> Callable[..., Any]:

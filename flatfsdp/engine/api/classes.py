@@ -12,7 +12,7 @@ chunked loss, or the encoder in `model.encode(...)`.  Forward hooks run inside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from flatfsdp.engine.whole.full_params import state_dict_gathering, whole_units
 from flatfsdp.engine.whole.state_dicts import COPIED
 from flatfsdp.engine.whole.units import UnitModule, distinct_units, root_of
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
-
-M = TypeVar("M", bound="_Sharded")
 
 
 @traced_inside
@@ -85,7 +83,7 @@ class _Sharded(Mixed, nn.Module):
         with whole_units([unit], state_dict_gathering.get(), writeback=False):
             return super().state_dict(*args, **kwargs)
 
-    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         for group in (group for unit in distinct_units(unit_of(self)) for group in unit.fsdp_state.groups):
             flat = group.master.flat
             # One element tells what `fn` does.  Moves to where the shard is already change nothing.

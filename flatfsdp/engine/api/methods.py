@@ -103,8 +103,7 @@ class UnitMethods(UnitModule):
         """
         if any(group.master.stages.size > 1 for _, group in named_groups(self)):
             raise ValueError(
-                "this module is a stage of a pipeline, and its norm is not the model's; use "
-                "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+                "this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_(all stages, max_norm)"
             )
         # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
@@ -224,8 +223,7 @@ class UnitMethods(UnitModule):
         units = distinct_units(self) if recurse else [self]
         if writeback and any(u.fsdp_state.is_whole and not u.fsdp_state.writes_back for u in units):
             raise RuntimeError(
-                "summon_full_params with writeback inside one without would lose what is written; pass "
-                "writeback=False here or writeback=True outside"
+                "inside summon_full_params(writeback=False) writes are lost; pass the same writeback to both"
             )
         with whole_units(units, Gathering(rank0_only, offload_to_cpu), writeback=writeback):
             yield
@@ -276,7 +274,5 @@ def unit_of(module: nn.Module) -> UnitMethods:
     reference = PART_OF.of(module)
     unit = None if reference is None else reference()
     if not isinstance(unit, UnitMethods):
-        raise TypeError(
-            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
-        )
+        raise TypeError(f"this {type(module).__name__} is neither sharded nor a part of a module that is")
     return unit

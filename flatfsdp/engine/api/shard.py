@@ -142,8 +142,7 @@ def _require_shardable(module: nn.Module) -> None:
         )
     if not _is_called(module):
         raise ValueError(
-            f"a {type(module).__name__} is never called, so nobody would gather its parameters; pick the "
-            "modules in it, or the one around it"
+            f"a {type(module).__name__} is never called, so nobody gathers it; pick what is in or around it"
         )
     require_mixable(module, FlatFSDPModule)
     for _, below in own_modules(module):

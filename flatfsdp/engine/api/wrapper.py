@@ -44,8 +44,6 @@ class FlatFSDP(Guarded, ModuleWrapper):
     @answering(OPTIONS)
     def __init__(self, module: nn.Module, **options: Unpack[Options]) -> None:
         require_known("FlatFSDP", options)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         super().__init__(module)
         shard(module, **options)
 
@@ -73,8 +71,7 @@ class FlatFSDP(Guarded, ModuleWrapper):
         is_new = isinstance(value, nn.Module) and name != "module" and name not in self._modules
         if is_new and hasattr(self, name):
             raise TypeError(
-                f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
-                "used nor reduced; replace it first, then wrap"
+                f"{name} cannot be replaced after wrapping: nobody would reduce the new one; replace it first"
             )
         super().__setattr__(name, value)
 

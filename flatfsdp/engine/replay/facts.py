@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.engine.step.input_casts import is_cast
+from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
@@ -127,7 +127,7 @@ class Surroundings:
         addresses += map(_STORED_AT, fetched(self._storages))
         of_modules = chain.from_iterable(map(dict.values, fetched(self._buffers)))
         buffers = [buffer for buffer in of_modules if buffer is not None]
-        known = list(map(_KNOWN, fetched(self._of_scalings)))
+        known, region = list(map(_KNOWN, fetched(self._of_scalings))), current_region()
         return (
             self._collected().of_groups,
             self._recorded,
@@ -142,7 +142,13 @@ class Surroundings:
             # Before there are scales, tensors are cast with their own.  Buffers that have just been loaded
             # have to be asked.
             [scaling.has_scales for scaling in self.scalings] if None in known else known,
-            _ambient(),
+            # Settings of PyTorch and FP8 around the call.
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.are_deterministic_algorithms_enabled(),
+            allows_tf32(),
+            None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
         )
 
     def buffers_of_scales(self) -> list[Tensor | None]:
@@ -207,16 +213,3 @@ def _may_be_recorded(hook: Any) -> bool:
     name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
     asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
     return is_cast(hook) or asks_for_grads
-
-
-def _ambient() -> tuple[Any, ...]:
-    region = current_region()
-    is_cast = torch.is_autocast_enabled("cuda")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        is_cast and torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        allows_tf32(),
-        None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
-    )

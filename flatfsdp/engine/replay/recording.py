@@ -8,7 +8,7 @@ Next: `replayed.py` decides when.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.engine.replay.facts import Facts, Surroundings, facts_of
-from flatfsdp.engine.replay.graphs import Graphs
-from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.replay.graphs import Graphs, RandomMoves
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
@@ -40,6 +39,7 @@ class Recording:
     Attributes:
         facts: what it takes for granted; set by who keeps it.
         outputs: tensors that the next replay overwrites.
+        scalings: FP8 scales that the microbatch updates.
 
     Raises:
         RuntimeError: if something in the microbatch cannot be recorded.
@@ -74,6 +74,7 @@ class Recording:
         # The groups that an eager microbatch would leave changed; nothing has run yet.
         of_groups = zip(root.groups, facts_of(root), found, strict=True)
         self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
+        self.scalings: list[Scaling] = root.shared.scales.noted
         self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]
         self._nbytes, self._calls = ledger.bytes - nbytes, ledger.calls - calls
 
@@ -142,12 +143,11 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
         yield
     except BaseException as error:
         # None of it will run, so nothing may wait for it: events of a capture that was given up never happen.
-        root.forget_forward()
-        root.reducer.forget()
+        root.reducer.forget(waits=False)
         for group in root.groups:
             # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
             group.become(group.state.facts())
-        root.abandon_step()
+        root.fail_forward()
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
@@ -164,22 +164,3 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
 def autograds_of(root: Root) -> int:
     """Number of gradients that autograd has brought to the optimizer's parameters itself so far."""
     return sum(group.state.from_autograd for group in root.groups)
-
-
-def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> None:
-    """Checks that nothing holds tensors of a finished microbatch, which the next replay overwrites.
-
-    Args:
-        graphs: graphs of the recordings.
-        recordings: all recordings of the model.
-
-    Raises:
-        RuntimeError: if such a tensor is still alive.
-    """
-    outputs = [each for recording in recordings for each in recording.outputs if isinstance(each, Tensor)]
-    if kept := graphs.kept(outputs):
-        raise RuntimeError(
-            f"after a microbatch that was recorded, {len(kept)} of its tensors are still there ({sum(kept)} "
-            "bytes): the function, or a module, keeps them, and every replay would change them; keep a "
-            "number, or a copy made outside of the microbatch"
-        )

@@ -17,21 +17,20 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.replay.facts import Facts, Surroundings
-from flatfsdp.engine.replay.graphs import Graphs, graphs_on
-from flatfsdp.engine.replay.random_state import RandomMoves
-from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of, require_nothing_kept
+from flatfsdp.engine.replay.graphs import Graphs, RandomMoves, graphs_on
+from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
@@ -109,18 +108,18 @@ class _Seen:
         facts: facts at its last eager run.
         times: number of eager runs in a row before that, with the same facts.
         recording: the recording.
-        outputs: structure of the function's result.
-        scalings: FP8 scales that its runs have updated; a recording may not be the first to do so.
+        outputs: structure of the function's result, a `TreeSpec`.
+        scalings: FP8 scales that its eager runs have updated; a recording may not be the first to do so.
         moves: what its last eager run did to the random state.
         why_not: reason why it cannot be recorded, as its last eager run has shown; None if it can.
     """
 
-    facts: Facts | None = None
+    facts: Facts = ()
     times: int = 0
     recording: Recording | None = None
-    outputs: TreeSpec | None = None
+    outputs: Any = None
     scalings: Sequence[Scaling] = ()
-    moves: RandomMoves | None = None
+    moves: RandomMoves = field(default_factory=RandomMoves)
     why_not: str | None = None
 
 
@@ -163,7 +162,6 @@ class Replayed(Generic[P, R]):
         self._seen.move_to_end(key)
         with self._graphs.beside():
             outputs = self._run(self._graphs, root, key, seen, (args, kwargs), tensors)
-        assert seen.outputs is not None
         results: R = tree_unflatten(outputs, seen.outputs)
         return results
 
@@ -200,10 +198,10 @@ class Replayed(Generic[P, R]):
             seen.recording.facts = facts
             # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
             # instead would otherwise meet them unnoticed.
-            _begin(root, seen.scalings, Action.REPLAY, self._number(key))
+            _begin(root, seen.recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
-            seen.facts, seen.times = None, 0
+            seen.facts, seen.times = (), 0
             return seen.recording.replay(tensors)
         # From here on the microbatch runs, eagerly or in a capture, and writes where replays will write.
         keep_addresses(root, of_sums=self._has_sums)
@@ -247,12 +245,11 @@ class Replayed(Generic[P, R]):
     def _record(
         self, graphs: Graphs, surroundings: Surroundings, seen: _Seen, run: Run, tensors: list[Tensor]
     ) -> Outputs:
-        assert seen.facts is not None and seen.moves is not None
         # First, so that their memory is in the pool again when the capture takes from it.
         seen.recording = None
         self._make_room(are_recorded=True)
-        root = surroundings.root
-        inputs = [torch.empty_like(each, device=root.shared.device).copy_(each) for each in tensors]
+        device = surroundings.root.shared.device
+        inputs = [torch.empty_like(each, device=device).copy_(each) for each in tensors]
         try:
             recording = Recording(graphs, surroundings, run, inputs, seen.moves)
         except BaseException:
@@ -260,9 +257,10 @@ class Replayed(Generic[P, R]):
             self._seen.clear()
             raise
         outputs = recording.run_first()
-        recording.facts = seen.facts
-        seen.recording, seen.scalings = recording, root.shared.scales.noted
-        require_nothing_kept(graphs, [each.recording for each in self._seen.values() if each.recording])
+        seen.recording, recording.facts = recording, seen.facts
+        recordings = [each.recording for each in self._seen.values() if each.recording is not None]
+        held = [each for one in recordings for each in one.outputs if isinstance(each, Tensor)]
+        graphs.require_nothing_kept(held)
         return outputs
 
     def _call(self, arguments: Any, seen: _Seen, inputs: Sequence[Tensor]) -> Outputs:
@@ -318,7 +316,7 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
         for ranks in root.identity.data_parallel if is_last else root.gather_ranks:
             declare(ranks, identity, root.shared.device)
     if is_first:
-        scales.begin_forward(root.versions)
+        root.begin_scales()
         scales.end_forward()
     # Later microbatches may use layers that the first did not.
     scales.note_all(scalings)
@@ -354,13 +352,12 @@ def _checked(model: nn.Module) -> UnitModule:
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
     for _, unit in units_in(outermost):
         policy = unit.fsdp_state.policy
-        wrong = {
+        refused = {
             "optimize_backward_concat=False": not policy.optimize_backward_concat,
             'grad_sync="every"': policy.grad_sync == "every",
             "cpu_offload": policy.cpu_offload,
             "tp_group": unit.fsdp_state.grid.tensor.size > 1,
         }
-        for name, is_set in wrong.items():
-            if is_set:
-                raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
+        if name := next((name for name, is_set in refused.items() if is_set), None):
+            raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
     return outermost

@@ -14,7 +14,7 @@ the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import never_traced
@@ -26,13 +26,12 @@ class WriteCheck:
     A write through `.data` is not counted: of one to a placeholder its memory tells, of others nothing.
     """
 
-    def __init__(self) -> None:
-        self._groups: list[FlatGroup] = []
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self._groups = groups
         self._known: list[list[int]] = []
 
     def add(self, group: FlatGroup) -> None:
-        """Watches the parameters of this group, too, from their current versions on."""
-        self._groups.append(group)
+        """Watches the parameters of this new group, too, from their current versions on."""
         self._known.append(group.params.versions)
 
     def require_none(self) -> None:
@@ -57,9 +56,9 @@ class WriteCheck:
         """
         for group, names in self._written():
             raise RuntimeError(
-                f"the forward of unit {group.name} wrote in place to parameter {names}, which is lost with "
-                "the gathered copy; compute with a changed copy instead (no max_norm in an embedding), or "
-                "write between steps, inside summon_full_params()"
+                f"the forward of unit {group.name} wrote in place to parameter {names}, and what a forward "
+                "changes is lost with the gathered copy; compute with a changed copy (no max_norm in an "
+                "embedding), or write between steps, inside summon_full_params()"
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,8 +91,7 @@ class Reducer:
             beside the gathers of other units, and one communicator runs its collectives one by one.
     """
 
-    def __init__(self, units: Iterable[Groups], shared: Shared) -> None:
-        units = list(units)
+    def __init__(self, units: Sequence[Groups], shared: Shared) -> None:
         self._norms = NormsOverRanks(group.master for groups in units for group in groups)
         # The order of a backward, and the same on all ranks, whichever gradients land first on each.
         self._order = units[::-1]
@@ -143,14 +142,10 @@ class Reducer:
         self.forget()
         return reduced
 
-    def abandon(self) -> None:
-        """Waits for the running reductions and drops their results."""
-        for reduction in self._in_flight:
+    def forget(self, *, waits: bool = True) -> None:
+        """Drops the running reductions and their results, and waits for them unless they never run."""
+        for reduction in self._in_flight if waits else ():
             compute_waits_for(reduction.done, self._shared.device)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops the running reductions and their results without waiting for them."""
         self._in_flight.clear()
         self._reduced.clear()
         self._ready.clear()
@@ -171,6 +166,7 @@ class Reducer:
         with self._stream.after_compute():
             sums = zip(groups, self._reduce_scatter(groups, flats, shards), strict=True)
             reduced = {group: self._completed(group, each, is_last) for group, each in sums}
+        kept += reduced.values()
         self._in_flight.append(_Reduction(reduced if is_last else {}, kept, self._stream.mark()))
 
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
@@ -267,7 +263,7 @@ class Reducer:
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Hands reduced gradients to the optimizer, on its device, adding to those that are there."""
         used = self._used_by_any(reduced)
-        grads = [self._download(e.group, e.grad) if e.group.master.is_offloaded else e.grad for e in reduced]
+        grads = [_on_its_device(group, grad) for group, grad, _ in reduced]
         if any(group.master.is_offloaded for group, _, _ in reduced):
             # The optimizer reads them on the host first.
             torch.cuda.current_stream(self._shared.device).synchronize()
@@ -316,11 +312,13 @@ class Reducer:
                     answers[index] = tuple(bool(next(found)) for _ in answers[index])
         return answers
 
-    def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
-        with group.unit.moving("download", "offload", grad.nbytes):
-            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
-            host.copy_(grad, non_blocking=True)
-        return host
+
+def _on_its_device(group: FlatGroup, grad: Tensor) -> Tensor:
+    """The gradient where the optimizer is, if on the host, on its way there."""
+    if not group.master.is_offloaded:
+        return grad
+    with group.unit.moving("download", "offload", grad.nbytes):
+        return torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad, non_blocking=True)
 
 
 def _own_grid(group: FlatGroup) -> Grid:

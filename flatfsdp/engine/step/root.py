@@ -19,19 +19,14 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.step.backward import Backward
-from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
+from flatfsdp.engine.step.passes import Backward, Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.first_values import make_equal, require_same_first_values
-from flatfsdp.engine.storage.shared import Shared
-from flatfsdp.engine.storage.state import Version
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
-from flatfsdp.microbatch import Microbatch
-from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
@@ -44,13 +39,15 @@ class Root:
     """One model: the units that its forwards and backwards drive together.  Its construction is collective.
 
     Args:
-        policy: settings of the outermost unit, whose prefetch and timeout are the model's.
         number: number of the model, the same on all ranks.
 
     Attributes:
-        units: units in registration order, the root module's own first.
+        units: units in registration order, the root module's own first; settings such as the prefetch are
+            those of that one.
+        unit: the root module's own.
         groups: flat groups of all units, in that order.
         shared: what they have in common.
+        microbatch: which microbatch this is.
         order: in which order forwards call the units.
         reducer: reduces gradients, and knows what of them has been launched.
         publish: takes what is reduced at the end of a step: hands it to the optimizer.
@@ -65,10 +62,11 @@ class Root:
         pools: memory of recorded microbatches, each with `nbytes`, as long as there are any.
     """
 
-    def __init__(self, units: Sequence[Unit], policy: Policy, shared: Shared, number: int) -> None:
-        self.units = units
+    def __init__(self, units: Sequence[Unit], number: int) -> None:
+        self.units, self.unit = units, units[0]
         self.groups = [group for unit in units for group in unit.groups]
-        self.shared = shared
+        shared, policy = self.unit.shared, self.unit.policy
+        self.shared, self.microbatch = shared, shared.microbatch
         # Each object for good, so that a look at all of them takes no detour by their groups.
         self._states = [group.state for group in self.groups]
         self._watched: int | None = None
@@ -77,7 +75,6 @@ class Root:
         self._weight_scales = weight_scales(self.groups)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
         self.gather_ranks = several(group.grid.shard for group in self.groups)
-        self._tensor_ranks = several(group.grid.tensor for group in self.groups)
         # Without sharding there is no shard to keep a sum in.
         self._reduce_every = policy.grad_sync == "every" and any(g.grid.shard.size > 1 for g in self.groups)
         self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish
@@ -102,11 +99,6 @@ class Root:
         shared.microbatch.at_end_of_step.append(self._end_step)
 
     @property
-    def microbatch(self) -> Microbatch:
-        """Which microbatch this is."""
-        return self.shared.microbatch
-
-    @property
     def changes(self) -> int:
         """Number of changes to the state of any group."""
         return sum(map(_CHANGES, self._states))
@@ -116,11 +108,6 @@ class Root:
             # A loop ends a step even where nothing has begun: once more for each step.
             if group.state.is_of_a_step:
                 group.end_step()
-
-    @property
-    def unit(self) -> Unit:
-        """The root module's own unit."""
-        return self.units[0]
 
     @property
     def reduces(self) -> bool:
@@ -138,12 +125,18 @@ class Root:
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
             masters = [(group.unit.prefix, group.master) for group in self.groups]
-            identity = self.units[0].identify(Action.VALUES)
-            require_same_first_values(masters, self.identity.communicators, identity)
+            first = self.unit.identify(Action.VALUES)
+            require_same_first_values(masters, self.identity.communicators, first)
             for group in self.groups:
                 group.master.first_digests.clear()
             self._has_begun = True
-        self._compare_inputs(inputs)
+        tensor_ranks = self.unit.grid.tensor  # All units have the same ones.
+        if tensor_ranks.size > 1 and self.is_checked:
+            # They share layers, and exchange parts of inputs, which have to be of equal size.
+            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+            is_early = self.microbatch.steps_reduced == 0
+            identity = Identity.counting(Action.INPUTS, elements, self.identity, is_early)
+            declare(tensor_ranks, identity, self.shared.device)
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, such as an average, written uncounted through `.data`.
@@ -155,17 +148,8 @@ class Root:
         tape = current_tape()
         # A reentrant checkpoint runs a training forward under no_grad first.
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
-            self.shared.scales.begin_forward(self.versions)
+            self.begin_scales()
         self.in_forward = True
-
-    def _compare_inputs(self, inputs: object) -> None:
-        """Checks that ranks which share layers have inputs of equal size: they exchange parts of these."""
-        if self._tensor_ranks and self.is_checked:
-            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
-            is_early = self.microbatch.steps_reduced == 0
-            identity = Identity.counting(Action.INPUTS, elements, self.identity, is_early)
-            for ranks in self._tensor_ranks:
-                declare(ranks, identity, self.shared.device)
 
     @property
     def is_checked(self) -> bool:
@@ -179,19 +163,17 @@ class Root:
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory (p.data = ..., "
-                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
-                    "p.data.copy_(...)"
+                    f"a parameter of unit {group.name} was given other memory (p.data = ...), from which "
+                    "nothing is gathered; write into it instead: p.data.copy_(...)"
                 )
             # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
             # `UnreducedMarks.follow`.
             counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
             if max(counts, default=1) > 1:
-                name = group.master.portion_name(next(i for i, count in enumerate(counts) if count > 1))
+                name = group.unit.prefix + group.master.portion_name(counts.index(max(counts)))
                 raise RuntimeError(
-                    f"parameter {group.unit.prefix}{name} has a tensor hook (register_hook), which would "
-                    "never run: its gradient comes from a reduction; use register_post_accumulate_grad_hook, "
-                    "which runs when .grad is there, or register the hook before the model is sharded"
+                    f"parameter {name} has a tensor hook (register_hook), which would never run; use "
+                    "register_post_accumulate_grad_hook, or register it before the model is sharded"
                 )
         self.require_no_writes()
 
@@ -206,10 +188,9 @@ class Root:
         if self.backward.has_failed:
             self.abandon_step()
 
-    @property
-    def versions(self) -> list[Version]:
-        """Versions of all master shards."""
-        return [group.master.version for group in self.groups]
+    def begin_scales(self) -> None:
+        """Lets layers note the FP8 scales that they use, until the forward ends."""
+        self.shared.scales.begin_forward([group.master.version for group in self.groups])
 
     def _refresh_scales(self) -> None:
         for scales in self._weight_scales:
@@ -241,17 +222,14 @@ class Root:
         if any(group.master.is_offloaded for group in self.groups):
             self.shared.gather_stream.synchronize()
 
-    def forget_forward(self) -> None:
-        """Ends a forward that has failed, and that other ranks may not have run."""
-        self.in_forward = False
-        self.calls.clear()
-        self.shared.scales.end_forward()
-        self.order.forget()
-
     @never_traced
     def fail_forward(self) -> None:
         """Cleans up after the outermost forward raised; without a backward, gradients are untouched."""
-        self.forget_forward()
+        self.in_forward = False
+        self.calls.clear()
+        self.shared.scales.end_forward()
+        # Other ranks may not have run it.
+        self.order.forget()
         if torch.is_grad_enabled():
             self.abandon_step()
         else:
@@ -314,8 +292,7 @@ class Root:
         if not self.backward.is_running(number):
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    "create_graph=True is not supported: second derivatives would need parameters that are "
-                    "freed by then"
+                    "create_graph=True is not supported: it would need parameters that are freed by then"
                 )
             if self.backward.has_failed:
                 self.abandon_step()
@@ -368,7 +345,7 @@ class Root:
         self.backward.close()
         self.microbatch.awaits_gradients = False
         # Running reductions first: they read buffers that units are about to drop.
-        self.reducer.abandon()
+        self.reducer.forget()
         for unit in self.units:
             unit.abandon()
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.

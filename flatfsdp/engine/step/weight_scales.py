@@ -14,6 +14,7 @@ Nothing is remembered from step to step, so a checkpoint has nothing to save of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,6 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.recipe import CurrentScaling
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
@@ -47,12 +47,11 @@ class WeightScales:
         self._shards = shards
         masters = [shard.master for shard in shards]
         self._unit, self._ranks = masters[0].unit, masters[0].grid.shard
-        self._recipe = self._unit.policy.precision.fp8_weights
+        self._recipe: Any = self._unit.policy.precision.fp8_weights
         for unit in (master.unit for master in masters):
             if (theirs := unit.policy.precision.fp8_weights) != self._recipe:
                 raise ValueError(
-                    f"unit {unit.name} has fp8_weights={theirs!r}, but unit {self._unit.name} "
-                    f"{self._recipe!r}; make them equal"
+                    f"unit {unit.name} has fp8_weights={theirs!r}, others {self._recipe!r}; make them equal"
                 )
         runs = [run for master in masters for run in master.layout.runs]
         self._num_runs = len(runs)
@@ -78,11 +77,9 @@ class WeightScales:
             # A NaN of one slot is one of its whole run.
             of_runs = amax.new_zeros(self._num_runs).scatter_reduce(0, self._run_of, amax, "amax")
             amax = of_runs[self._run_of]
-        recipe = self._recipe
-        assert isinstance(recipe, CurrentScaling)
         largest = torch.full_like(amax, torch.finfo(FP8_DTYPE).max)
         scales = current_scales(
-            amax, largest, epsilon=recipe.amax_epsilon, power_of_two=recipe.power_of_two_scales
+            amax, largest, epsilon=self._recipe.amax_epsilon, power_of_two=self._recipe.power_of_two_scales
         )
         scale, scale_inv = align_inverses(scales)
         sizes = [shard.amax.numel() for shard in self._shards]

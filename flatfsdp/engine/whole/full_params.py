@@ -99,7 +99,7 @@ def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback:
                 for each in gathered:
                     each.store(from_rank0=gathering.rank0_only)
             elif failure is None:
-                raise RuntimeError(f"parameters were not written back: the first rank failed with {problem}")
+                raise RuntimeError(f"parameters were not written back; the first rank failed: {problem}")
 
 
 def _list_flats(state: Unit, *, are_listed: bool) -> None:

@@ -21,7 +21,6 @@ from flatfsdp.options import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
-RESERVED = "reserved, with the recordings"
 
 
 class Size(NamedTuple):
@@ -65,9 +64,12 @@ class MemoryRow:
     placement: Placement | None = None
 
     @property
-    def label(self) -> str:
-        """The buffer's name, with its placement."""
-        return self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
+    def cells(self) -> list[str]:
+        """The row in a table."""
+        label = self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
+        dtype, sizes = str(self.dtype).removeprefix("torch."), (self.total, self.at_a_time)
+        gib = [f"{nbytes / GIB:.3f}" for nbytes in sizes]
+        return [label, self.owner, dtype, str(self.count), *gib, self.lives]
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
-        lines = [
-            [row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)]
-            + [f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)]
-            + [row.lives]
-            for row in self.rows
-        ]
-        table = plain_table([heads, *lines], right=(3, 4, 5))
+        table = plain_table([heads, *(row.cells for row in self.rows)], right=(3, 4, 5))
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
@@ -132,8 +128,8 @@ def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> Memory
     if not pools:
         return report
     # Activations, and buffers that live only within a recording: bytes without a dtype of their own.
-    kind, total = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools)
-    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, RESERVED)))
+    kind, total, lives = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools), "reserved"
+    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, lives)))
 
 
 def units_ahead(prefetch: Prefetch) -> int:

@@ -86,7 +86,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
             if own[what] != mine:
                 about = f"{own[what]!r}, not {mine!r}; pass the same to both"
                 raise ValueError(f"unit {unit.name} has another {what} than its root: {about}")
-    return Root(units, policy, shared, number)
+    return Root(units, number)
 
 
 def _settings_of_the_model(unit: DrivenUnit) -> dict[str, Any]:
