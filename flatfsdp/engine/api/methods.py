@@ -20,7 +20,6 @@ from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.optimizer_targets import PortionTarget
-from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.full_params import whole_units
 from flatfsdp.engine.whole.memory import MemoryReport, memory_report
 from flatfsdp.engine.whole.units import Model, UnitModule, distinct_units, named_groups, root_of
@@ -43,7 +42,7 @@ class Unsharding:
         On a GPU it is whole for what is launched afterwards.
         """
         # Not again once it is freed: a gather is collective, and other ranks need not call this.
-        if all(group.state.shard is not ShardState.SHARDED for group in self._unit.groups):
+        if not self._unit.is_sharded:
             self._unit.show(Action.FORWARD)
 
 

@@ -117,6 +117,11 @@ class Unit(UnitMember):
         self.groups.append(group)
         self.writes.add(group)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is not gathered."""
+        return any(group.state.shard is ShardState.SHARDED for group in self.groups)
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is in the memory of the gathered parameters."""
         return any(group.holds(tensor) for group in self.groups)

@@ -128,8 +128,9 @@ def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> Memory
     if not pools:
         return report
     # Activations, and buffers that live only within a recording: bytes without a dtype of their own.
-    kind, total, lives = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools), "reserved"
-    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, lives)))
+    kind, total = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools)
+    row = MemoryRow(*kind, len(pools), total, total, "reserved, with the recordings")
+    return MemoryReport((*report.rows, row))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
