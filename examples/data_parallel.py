@@ -124,12 +124,12 @@ def train(name: str, chosen: dict[str, Any], rank: Rank, settings: Settings, tex
         # One step's memory is enough, and inspecting every operator takes time.
         with buffers if step == settings.steps - 1 else nullcontext():
             optimizer.zero_grad()
-            model.ledger.reset()
+            model.fsdp_state.shared.ledger.reset()
             loss = model(tokens, targets)
             loss.backward()
             optimizer.step()
         losses.append(mean_over_ranks(loss))
-    wire = model.ledger.bytes_per_parameter()
+    wire = model.fsdp_state.shared.ledger.bytes_per_parameter()
     return TrainedWay(
         name,
         losses,

@@ -71,7 +71,7 @@ def step(
     """Runs forward and backward of all microbatches, then the optimizer."""
     recipe = DelayedScaling(amax_history_len=16)
     for x_sbc, dy_sbc in microbatches(model, batches):
-        is_first = model.microbatch.is_first if setting.caches_weights else None
+        is_first = model.fsdp_state.shared.microbatch.is_first if setting.caches_weights else None
         with autocast(enabled=setting.fp8, recipe=recipe):
             y_sbc = model(x_sbc, is_first_microbatch=is_first)
         y_sbc.backward(dy_sbc)
@@ -96,13 +96,13 @@ def measure(
         synchronize(device)
         start = time.perf_counter()
         for _ in range(steps):
-            model.ledger.reset()
+            model.fsdp_state.shared.ledger.reset()
             step(model, setting, batches, optimizer)
         synchronize(device)
         return 1e3 * (time.perf_counter() - start) / steps
 
     run()
-    return run(), model.ledger.bytes_per_parameter().get("accumulate", 0.0)
+    return run(), model.fsdp_state.shared.ledger.bytes_per_parameter().get("accumulate", 0.0)
 
 
 def synchronize(device: torch.device) -> None:

@@ -435,7 +435,7 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     """Units in `module` that are in no other unit, each once."""
-    units = distinct_units(module)
+    units = list(distinct_units(module))
     if not units:
         raise ValueError(
             f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it, or "

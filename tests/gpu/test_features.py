@@ -48,10 +48,11 @@ def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool)
         assert all(shard.isfinite().all() for shard in shards)
     assert same(list(finals[0].values()), list(finals[1].values()))
     numel = sum(shard.numel() for shard in shards)
-    model.ledger.reset()
+    ledger = model.fsdp_state.shared.ledger
+    ledger.reset()
     for batch in microbatches(model, batches):
         model(batch, batch).backward()
-    assert model.ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
+    assert ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
@@ -66,14 +67,15 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
     models = [build(mesh=mesh, optimize_backward_concat=flag, **options) for flag in (False, True)]
     traces = [train(model, batches) for model in models]
     model = models[1]
-    model.ledger.reset()
+    ledger = model.fsdp_state.shared.ledger
+    ledger.reset()
     for batch in microbatches(model, batches):
         model(batch, batch).backward()
     held = sum(group.master.flat.numel() for _, group in named_groups(model))
     backwards = len(batches) if sync == "every" else 1
     # FP32, two ranks inside and two across: half of the row's elements, and this rank's elements.
-    assert model.ledger.bytes["reduce"] == backwards * 4 * held
-    assert model.ledger.bytes["all_reduce"] == 4 * held
+    assert ledger.bytes["reduce"] == backwards * 4 * held
+    assert ledger.bytes["all_reduce"] == 4 * held
     equal = same_trace(*traces)
     assert all(equal.values()), equal
 
@@ -200,4 +202,4 @@ def test_a_meta_model_is_built_unit_by_unit(rank: int) -> None:
     peak = torch.cuda.max_memory_allocated() - before
     (batch,) = tokens(config, rank, 1)
     assert model(batch, batch).isfinite()
-    assert peak < 0.7 * 4 * model.ledger.parameters
+    assert peak < 0.7 * 4 * model.fsdp_state.shared.ledger.parameters

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
 from flatfsdp.engine.replay.facts import Surroundings
-from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.replay.graphs import RandomMoves
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.torch_private import uses_of_memory
@@ -117,8 +117,8 @@ class TapeGraphs:
 
     nbytes = 0
 
-    def kept(self, outputs: Sequence[Tensor]) -> list[int]:
-        return []
+    def require_nothing_kept(self, outputs: Sequence[Tensor]) -> None:
+        pass
 
 
 def _again(graph: TapeGraph, owner: Any, name: str) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def _collecting(surroundings: Surroundings) -> Any:
 def _looking_at_markers(surroundings: Surroundings) -> bool:
     found: bool = _are_in_place.fget(surroundings)
     if found:
-        assert not any(group.master.marks.were_zeroed for group in surroundings._root.groups)
+        assert not any(group.master.marks.were_zeroed for group in surroundings.root.groups)
     return found
 
 

@@ -409,7 +409,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
         In mixed precision buffers are cast to FP32.  Collective.
         """
-        asked = state_dict_gathering()
+        asked = state_dict_gathering.get()
         gathering = Gathering(
             asked.rank0_only or self.state_dict_on_rank_0_only,
             asked.offload_to_cpu or self.state_dict_device.type == "cpu",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +74,8 @@ class UnitMethods(UnitModule):
         Raises:
             ValueError: for recurse=False, if there are units inside.
         """
-        if not recurse and distinct_units(self) != [self]:
-            raise ValueError(
-                "set_requires_gradient_sync(recurse=False) would reduce a part of the model's gradients; all "
-                "units of a model reduce in the same backwards: leave recurse out"
-            )
+        if not recurse and len(distinct_units(self)) > 1:
+            raise ValueError("all units of a model reduce in the same backwards: leave recurse=False out")
         self.set_is_last_backward(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -105,8 +102,7 @@ class UnitMethods(UnitModule):
         """
         if any(group.master.stages.size > 1 for _, group in named_groups(self)):
             raise ValueError(
-                "this module is a stage of a pipeline, and its norm is not the model's; use "
-                "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+                "this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_(all stages, max_norm)"
             )
         # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
@@ -150,7 +146,7 @@ class UnitMethods(UnitModule):
         Args:
             optimizer: list its state for this model, too, which exists after the first step.
         """
-        return memory_report(root_of(self), self.fsdp_state.policy.prefetch, optimizer)
+        return memory_report(root_of(self), optimizer)
 
     # ---- whole parameters for a while -------------------------------------------------------------------
 
@@ -203,13 +199,14 @@ class UnitMethods(UnitModule):
         """Context in which the module has its ordinary parameters: whole, in master precision.
 
         `parameters()` and `named_parameters()` list them under the names they had before the model was
-        sharded, and list no shards.  Collective, at both ends.  Gradients are not summoned.
+        sharded, in place of local shards.  Collective, at both ends.  Gradients are not summoned.
 
         Args:
             recurse: also summon the parameters of the units inside.
             writeback: at the end, write values that were changed, in place or by another parameter object, to
                 the shards.  If ranks changed a parameter differently, each rank's shard keeps its own values.
-            rank0_only: only the first rank gets them, and it alone writes back.
+            rank0_only: only the first rank gets them, and it alone writes back.  The others list their local
+                shards inside the block, as outside of it.
             offload_to_cpu: put them in CPU memory; the device then holds at most one unit at a time.
 
         Raises:
@@ -221,16 +218,11 @@ class UnitMethods(UnitModule):
         """
         root = root_of(self)
         if root.in_forward or in_backward():
-            raise RuntimeError(
-                "full parameters cannot be summoned inside a forward or backward, which gathers and frees "
-                "them; call summon_full_params before or after"
-            )
+            raise RuntimeError("summon_full_params() inside a forward or backward; call it before or after")
         units = distinct_units(self) if recurse else [self]
-        states = [unit.fsdp_state for unit in units]
-        if writeback and any(state.is_whole and not state.writes_back for state in states):
+        if writeback and any(u.fsdp_state.is_whole and not u.fsdp_state.writes_back for u in units):
             raise RuntimeError(
-                "summon_full_params with writeback inside one without would lose what is written; pass "
-                "writeback=False here or writeback=True outside"
+                "inside summon_full_params(writeback=False) writes are lost; pass the same writeback to both"
             )
         with whole_units(units, Gathering(rank0_only, offload_to_cpu), writeback=writeback):
             yield
@@ -245,31 +237,9 @@ class UnitMethods(UnitModule):
     def to_empty(self: M, *, device: torch.device | str | int | None, recurse: bool = True) -> NoReturn:
         """Raises TypeError: what was on the meta device has memory and values."""
         raise TypeError(
-            "a sharded module has memory and values: shard(..., device=...) has made what was on the meta "
-            "device, unit by unit, and initialised it by reset_parameters() or param_init_fn=. Delete "
-            "to_empty(), and after it model.init_weights() or the loop over reset_parameters()"
+            "a sharded module has memory and values: shard(..., device=...) has initialised what was on the "
+            "meta device. Delete to_empty(), and after it init_weights() or the loop over reset_parameters()"
         )
-
-    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
-        for group in (group for unit in distinct_units(self) for group in unit.fsdp_state.groups):
-            flat = group.master.flat
-            # One element tells what `fn` does.  Moves to where the shard is already change nothing.
-            probe = fn(flat.detach()[:1])
-            if (probe.dtype, probe.device) != (flat.dtype, flat.device):
-                raise TypeError(
-                    f"a sharded module cannot be moved or converted ({flat.dtype} on {flat.device} to "
-                    f"{probe.dtype} on {probe.device}); pass device= and precision= where it is sharded"
-                )
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a sharded module cannot be copied: its ranks, hooks and buffers are tied to this process; "
-            "copy the plain module before it is sharded, or load a state_dict into a new one"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a sharded module cannot be pickled; save its state_dict() instead")
 
 
 answer_methods(UnitMethods, METHODS)
@@ -303,7 +273,5 @@ def unit_of(module: nn.Module) -> UnitMethods:
     reference = PART_OF.of(module)
     unit = None if reference is None else reference()
     if not isinstance(unit, UnitMethods):
-        raise TypeError(
-            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
-        )
+        raise TypeError(f"this {type(module).__name__} is neither sharded nor a part of a module that is")
     return unit

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.engine.whole.units import Model, named_groups
-from flatfsdp.flat.layout import ParamSlot
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 """Selected parameters: a predicate of (name, shape), or names of the state dict."""
@@ -42,7 +41,8 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
             the model lists flat parameters, as fairscale's class does.
     """
-    trained: dict[str, tuple[ParamSlot, nn.Parameter]] = {}
+    left: dict[str, nn.Parameter] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for prefix, flat_group in named_groups(model):
         if not flat_group.master.is_divided:
             raise ValueError(
@@ -51,19 +51,13 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
             )
         for slot, parameter in zip(flat_group.layout.slots, flat_group.master.parameters, strict=True):
             if parameter.requires_grad:
-                trained[prefix + slot.name] = slot, parameter
-    shapes = {name: slot.whole_shape for name, (slot, _) in trained.items()}
-    chosen: dict[str, int] = {}
-    for index, group in enumerate(groups):
-        for name in _selected(group, shapes):
-            chosen.setdefault(name, index)
-    rest = len(groups)
-    parameters: list[list[nn.Parameter]] = [[] for _ in range(rest + 1)]
-    for name, (_, parameter) in trained.items():
-        parameters[chosen.get(name, rest)].append(parameter)
-    # Of the names, not of this rank's parameters: all ranks have equally many groups, for checkpoints.
-    used = [*groups, {}] if len(chosen) < len(shapes) else groups
-    return [{**options, "params": of_group} for options, of_group in zip(used, parameters, strict=False)]
+                left[prefix + slot.name], shapes[prefix + slot.name] = parameter, slot.whole_shape
+    made = []
+    for group in groups:
+        names = _selected(group, shapes)
+        made.append({**group, "params": [left.pop(name) for name in list(left) if name in names]})
+    # By names, not by this rank's elements: all ranks have equally many groups, for checkpoints.
+    return [*made, {"params": list(left.values())}] if left else made
 
 
 def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[str]:
@@ -79,12 +73,8 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
         if not all(isinstance(name, str) for name in names):
             raise ValueError('"params" holds something else than names, perhaps parameters; pass their names')
     there_are = f"there are {', '.join(list(shapes)[:3])}, ..."
-    unknown = sorted(names - set(shapes))
-    if unknown:
-        raise ValueError(
-            f"a parameter group names {unknown[0]!r}, which is not a trained parameter of this model; "
-            f"{there_are}"
-        )
+    if unknown := sorted(names - shapes.keys()):
+        raise ValueError(f"a group names {unknown[0]!r}, which is not a trained parameter; {there_are}")
     if not names:
         raise ValueError(f"parameter group {group} selects no parameter; {there_are}")
     return names

@@ -18,8 +18,7 @@ from typing_extensions import Unpack
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.contract.mixed import mix, unmix
-from flatfsdp.engine.api.call import call_unit
-from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
+from flatfsdp.engine.api.classes import FlatFSDPModule, FlatFSDPPart, call_unit, require_mixable
 from flatfsdp.engine.api.methods import unit_of
 from flatfsdp.engine.api.wrap import WrapPolicy, pick_units
 from flatfsdp.engine.build.build_unit import build_unit, own_modules, parameters_to_take
@@ -43,7 +42,8 @@ def shard(module: M, policy: WrapPolicy | None = None, **options: Unpack[Options
 
     The module has the methods of `FlatFSDP` now: `no_sync`, `clip_grad_norm_`, `summon_full_params`, ...
     Its own methods may call the modules inside.  Register a method with `register_forward_method` if it reads
-    a parameter itself, or if it belongs to a module inside that became a unit.
+    a parameter itself, or if it belongs to a module inside that became a unit.  `module.fsdp_state.shared` is
+    what its units share: the `microbatch` that the model is in, the `ledger` of the bytes that it has moved.
 
     Args:
         module: module to shard, the same on all ranks.
@@ -141,8 +141,7 @@ def _require_shardable(module: nn.Module) -> None:
         )
     if not _is_called(module):
         raise ValueError(
-            f"a {type(module).__name__} is never called, so nobody would gather its parameters; pick the "
-            "modules in it, or the one around it"
+            f"a {type(module).__name__} is never called, so nobody gathers it; pick what is in or around it"
         )
     require_mixable(module, FlatFSDPModule)
     for _, below in own_modules(module):
@@ -181,7 +180,7 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
 def _enclose(unit: UnitModule, outer: UnitModule) -> None:
     """Notes that `outer` alone calls `unit`, which may then be compiled whole."""
     unit.fsdp_state.outer = weakref.ref(outer)
-    if distinct_units(unit) == [unit]:
+    if len(distinct_units(unit)) == 1:
         for _, part in own_modules(unit):
             if isinstance(part, FlatFSDPPart):
                 unmix(part)

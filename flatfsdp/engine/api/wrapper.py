@@ -14,14 +14,12 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.engine.api.methods import UnitMethods, unit_of
 from flatfsdp.engine.api.shard import make_units, shard
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.flat.module_wrapper import ModuleWrapper
-from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Options, require_known
 
 
@@ -37,7 +35,7 @@ class FlatFSDP(Guarded, ModuleWrapper):
         options: ranks, dtypes and other settings, by name: see `Options`.
 
     Attributes:
-        module: the sharded module.  Attributes not found here are looked up there.
+        module: the sharded module.  Attributes not found here are looked up there, such as `fsdp_state`.
 
     Raises:
         TypeError, ValueError: as `flatfsdp.shard`.
@@ -46,24 +44,12 @@ class FlatFSDP(Guarded, ModuleWrapper):
     @answering(OPTIONS)
     def __init__(self, module: nn.Module, **options: Unpack[Options]) -> None:
         require_known("FlatFSDP", options)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         super().__init__(module)
         shard(module, **options)
 
     @property
     def _unit(self) -> UnitMethods:
         return unit_of(self.module)
-
-    @property
-    def microbatch(self) -> Microbatch:
-        """The microbatch that the model is in; shared with the inner units of a root."""
-        return self._unit.fsdp_state.shared.microbatch
-
-    @property
-    def ledger(self) -> ByteLedger:
-        """Bytes that this rank has sent; shared with the inner units of a root."""
-        return self._unit.fsdp_state.shared.ledger
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the sharded module."""
@@ -85,8 +71,7 @@ class FlatFSDP(Guarded, ModuleWrapper):
         is_new = isinstance(value, nn.Module) and name != "module" and name not in self._modules
         if is_new and hasattr(self, name):
             raise TypeError(
-                f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
-                "used nor reduced; replace it first, then wrap"
+                f"{name} cannot be replaced after wrapping: nobody would reduce the new one; replace it first"
             )
         super().__setattr__(name, value)
 

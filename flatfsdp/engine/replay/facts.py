@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.engine.step.input_casts import is_cast
+from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
@@ -37,7 +37,8 @@ _ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 T = TypeVar("T")
 
-OfGroups = tuple[list[GroupFacts], list[int], list[list[bool]]]
+Facts = tuple[Any, ...]
+"""Everything that a recording takes for granted, see `Surroundings.facts`."""
 
 
 def fetched(objects: Sequence[T]) -> Sequence[T]:
@@ -56,13 +57,14 @@ class _Collected(NamedTuple):
 
     Attributes:
         at: number of changes to groups, and versions of all master shards, when it was collected.
-        of_groups: facts of all groups, see `Facts`.
+        of_groups: of each group `GroupFacts`; the address of its accumulated gradients, 0 while there are
+            none; whether each of its parameters is trained, as noticed at the beginning of the step.
         watched: parameters whose `.grad` is watched.
         markers: what is in their `.grad`; None if some of it is no marker.
     """
 
     at: tuple[int, list[int]]
-    of_groups: OfGroups
+    of_groups: tuple[list[GroupFacts], list[int], list[list[bool]]]
     watched: list[nn.Parameter]
     markers: list[Tensor] | None
 
@@ -72,46 +74,17 @@ def facts_of(root: Root) -> list[GroupFacts]:
     return [group.compute_shard.state.facts() for group in root.groups]
 
 
-class Facts(NamedTuple):
-    """Everything that a recording takes for granted.
-
-    Attributes:
-        of_groups: facts that only the engine changes: of each group `GroupFacts`; the address of its
-            accumulated gradients, 0 while there are none; whether each of its parameters is trained, as
-            noticed at the beginning of the step.
-        hooks: hooks of modules that may be recorded.
-        modes: whether each module is in training mode.
-        trained: whether the first parameter of each group is trained at this moment, as most groups are
-            frozen as a whole; others are noticed at the beginning of the next step.
-        addresses: addresses of shards and FP8 scales.
-        buffers: addresses, shapes with dtypes, and strides of all modules' buffers, except FP8 scales.
-        scales: which buffers FP8 layers have, by `id`; they get others when their scales move.  A recording
-            keeps its own, so that no other object gets the same number.
-        has_scales: whether each `Scaling` has scales; before that, tensors are cast with their own.
-        ambient: settings of PyTorch and FP8 around the call.
-    """
-
-    of_groups: OfGroups
-    hooks: list[tuple[Any, ...]]
-    modes: list[bool]
-    trained: list[bool]
-    addresses: list[int]
-    buffers: list[list[Any]]
-    scales: list[int]
-    has_scales: list[bool]
-    ambient: tuple[Any, ...]
-
-
 class Surroundings:
     """The places of one model's facts, collected once: each microbatch asks for all of them.
 
     Attributes:
+        root: the model.
         scalings: FP8 scales of all layers; layers that run for the first time get new ones, see `renew`.
         arenas: memory of these scales.
     """
 
     def __init__(self, root: Root, model: nn.Module) -> None:
-        self._root = root
+        self.root = root
         modules = list(model.modules())
         self._states = [vars(module) for module in modules if _has_own_mode(module)]
         self._of_others = [module for module in modules if not _has_own_mode(module)]
@@ -138,34 +111,44 @@ class Surroundings:
 
     def _sort_hooks(self) -> None:
         """Tells modules' hooks that may be recorded from all others, of which there should be none."""
-        self._recordable: list[dict[int, Any]] = []
-        self._others: list[dict[int, Any]] = []
-        for hooks in self._hooks:
-            may_be = bool(hooks) and all(map(_may_be_recorded, hooks.values()))
-            (self._recordable if may_be else self._others).append(hooks)
+        may_be = [bool(hooks) and all(map(_may_be_recorded, hooks.values())) for hooks in self._hooks]
+        self._recordable = [hooks for hooks, may in zip(self._hooks, may_be, strict=True) if may]
+        self._others = [hooks for hooks, may in zip(self._hooks, may_be, strict=True) if not may]
         self._recorded = self._recordable_now()
 
     def _recordable_now(self) -> list[tuple[Any, ...]]:
         return list(map(tuple, map(dict.values, self._recordable)))
 
     def facts(self) -> Facts:
-        """The facts at this moment; `why_not` has been asked before."""
+        """Everything that a recording takes for granted, as it is now; `why_not` has been asked before."""
         # One call of C for each list: a loop in Python over all parameters would take as long as the rest.
         addresses = list(map(_ADDRESS, fetched(self._fixed)))
         # Nobody else has these tensors; only their memory can be exchanged, through others in it.
         addresses += map(_STORED_AT, fetched(self._storages))
         of_modules = chain.from_iterable(map(dict.values, fetched(self._buffers)))
         buffers = [buffer for buffer in of_modules if buffer is not None]
-        return Facts(
+        known, region = list(map(_KNOWN, fetched(self._of_scalings))), current_region()
+        return (
             self._collected().of_groups,
             self._recorded,
             [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
+            # Most groups are frozen as a whole; other changes are noticed at the beginning of the next step.
             list(map(_REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
             [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
+            # Layers get other buffers when their scales move.  A recording keeps its own, so that no other
+            # object gets the same number.
             list(map(id, self.buffers_of_scales())),
-            self._have_scales(),
-            _ambient(),
+            # Before there are scales, tensors are cast with their own.  Buffers that have just been loaded
+            # have to be asked.
+            [scaling.has_scales for scaling in self.scalings] if None in known else known,
+            # Settings of PyTorch and FP8 around the call.
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.are_deterministic_algorithms_enabled(),
+            allows_tf32(),
+            None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
         )
 
     def buffers_of_scales(self) -> list[Tensor | None]:
@@ -174,7 +157,7 @@ class Surroundings:
 
     def _collected(self) -> _Collected:
         """Facts of all groups; the same object as long as they cannot have changed."""
-        root, known = self._root, self._known
+        root, known = self.root, self._known
         # A write to a master shard makes what was cast from it stale, and only its version tells.
         at = root.changes, list(map(_VERSION, self._flats))
         if known is None or known.at != at:
@@ -182,13 +165,11 @@ class Surroundings:
             sums = [0 if tensor is None else tensor.data_ptr() for tensor in of_sums]
             trained = [group.params.trained for group in root.groups]
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
-            are_markers = all(each.are_all_markers for each in marks)
-            self._known = known = _Collected(
-                at,
-                (facts_of(root), sums, trained),
-                [parameter for each in marks for parameter in each.parameters],
-                [marker for each in marks for marker in each.watched] if are_markers else None,
-            )
+            watched = [parameter for each in marks for parameter in each.parameters]
+            markers = [marker for each in marks for marker in each.watched]
+            are_all = all(each.are_all_markers for each in marks)
+            known = _Collected(at, (facts_of(root), sums, trained), watched, markers if are_all else None)
+            self._known = known
         return known
 
     @property
@@ -196,11 +177,6 @@ class Surroundings:
         """Whether every `.grad` is a marker, where it was put; if not, each of the groups has to be asked."""
         _, _, watched, markers = self._collected()
         return markers is not None and all(map(is_, map(_GRAD_OF, fetched(watched)), fetched(markers)))
-
-    def _have_scales(self) -> list[bool]:
-        known = list(map(_KNOWN, fetched(self._of_scalings)))
-        # Buffers that have just been loaded have to be asked.
-        return [scaling.has_scales for scaling in self.scalings] if None in known else known
 
     def why_not(self, *, is_last: bool) -> str | None:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
@@ -212,7 +188,7 @@ class Surroundings:
                 return "modules have hooks, which would not run in replays"
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
-        trained = (group.kept_grad for group in self._root.groups if is_last and group.trains)
+        trained = (group.kept_grad for group in self.root.groups if is_last and group.trains)
         if any(kept is not None and kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
@@ -237,16 +213,3 @@ def _may_be_recorded(hook: Any) -> bool:
     name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
     asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
     return is_cast(hook) or asks_for_grads
-
-
-def _ambient() -> tuple[Any, ...]:
-    region = current_region()
-    is_cast = torch.is_autocast_enabled("cuda")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        is_cast and torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        allows_tf32(),
-        None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
-    )

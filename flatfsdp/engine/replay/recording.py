@@ -8,7 +8,7 @@ Next: `replayed.py` decides when.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,28 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.facts import Surroundings, facts_of
-from flatfsdp.engine.replay.graphs import Graphs
-from flatfsdp.engine.replay.random_state import RandomMoves
+from flatfsdp.engine.replay.facts import Facts, Surroundings, facts_of
+from flatfsdp.engine.replay.graphs import Graphs, RandomMoves
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
-from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
 
 Outputs = list[Any]
+Run = Callable[[Sequence[Tensor]], Outputs]
+"""Runs a microbatch on these inputs, and returns its outputs."""
 
 
 class Recording:
     """One kind of microbatch, of one shape.
 
     Args:
-        run: runs a microbatch on the inputs, and returns its outputs.
+        run: runs the microbatch.
         inputs: tensors on the device; replays read them at these addresses.
         moves: what an eager microbatch of this kind does to the random state.
 
     Attributes:
+        facts: what it takes for granted; set by who keeps it.
         outputs: tensors that the next replay overwrites.
         scalings: FP8 scales that the microbatch updates.
 
@@ -46,30 +46,24 @@ class Recording:
     """
 
     def __init__(
-        self,
-        graphs: Graphs,
-        root: Root,
-        surroundings: Surroundings,
-        run: Callable[[Sequence[Tensor]], Outputs],
-        inputs: list[Tensor],
-        moves: RandomMoves,
+        self, graphs: Graphs, surroundings: Surroundings, run: Run, inputs: list[Tensor], moves: RandomMoves
     ) -> None:
-        self._root = root
+        self.facts: Facts = ()
+        self._root = root = surroundings.root
         self._inputs = inputs
-        self._arenas = arenas = surroundings.arenas
+        self._arenas = surroundings.arenas
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
         ledger, found = root.shared.ledger, facts_of(root)
         nbytes, calls = Counter(ledger.bytes), Counter(ledger.calls)
         from_autograd = autograds_of(root)
-        lacking = {scaling for scaling in surroundings.scalings if not scaling.has_scales}
+        lacking = [scaling for scaling in surroundings.scalings if not scaling.has_scales]
         self._reduced: list[Reduced] = []
         # What is cached was made outside of the graph, and no replay would refresh it.
         self._renew()
         region = current_region()
-        noted: AbstractContextManager[list[Scaling]]
-        noted = nullcontext([]) if region is None else region.noted()
-        with _recorded(root, arenas, self._reduced), noted as self._used_in_region:
+        noting: AbstractContextManager[list[Scaling]] = nullcontext([]) if region is None else region.noted()
+        with _recorded(root, self._arenas, self._reduced), noting as self._used_in_region:
             before = root.microbatch
             ended = (before.step + 1, 0) if before.is_last else (before.step, before.index + 1)
             self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
@@ -78,15 +72,10 @@ class Recording:
             if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
         # The groups that an eager microbatch would leave changed; nothing has run yet.
-        self._changed: list[tuple[FlatGroup, GroupFacts]] = [
-            (group, left)
-            for group, left, earlier in zip(root.groups, facts_of(root), found, strict=True)
-            if left != earlier
-        ]
+        of_groups = zip(root.groups, facts_of(root), found, strict=True)
+        self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
         self.scalings: list[Scaling] = root.shared.scales.noted
-        self._first_scaled = [
-            scaling for scaling in self.scalings if scaling.has_scales and scaling in lacking
-        ]
+        self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]
         self._nbytes, self._calls = ledger.bytes - nbytes, ledger.calls - calls
 
     def run_first(self) -> Outputs:
@@ -94,7 +83,7 @@ class Recording:
         self._graph.replay()
         self._renew()
         self._root.publish(self._reduced)
-        return _copies(self.outputs)
+        return self._copied_outputs()
 
     def replay(self, inputs: list[Tensor]) -> Outputs:
         """Runs another microbatch of the same kind and shape; returns copies of its outputs."""
@@ -122,7 +111,7 @@ class Recording:
         if self._reduced:
             self._root.publish(self._reduced)
         self._root.end_microbatch()
-        return _copies(self.outputs)
+        return self._copied_outputs()
 
     def release(self) -> None:
         """Frees the graph, once the kernels that it has launched have ended."""
@@ -132,6 +121,9 @@ class Recording:
         """Makes casts read this recording's scales instead of cached ones."""
         for arena in self._arenas:
             arena.renew()
+
+    def _copied_outputs(self) -> Outputs:
+        return [each.clone() if isinstance(each, Tensor) else each for each in self.outputs]
 
 
 @contextmanager
@@ -148,59 +140,27 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
     for arena in arenas:
         arena.is_recorded = True
     try:
-        try:
-            yield
-        finally:
-            root.publish, root.shared.checks = publish, True
-            for arena in arenas:
-                arena.is_recorded = False
+        yield
     except BaseException as error:
-        _abandon(root)
+        # None of it will run, so nothing may wait for it: events of a capture that was given up never happen.
+        root.reducer.forget(waits=False)
+        for group in root.groups:
+            # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
+            group.become(group.state.facts())
+        root.fail_forward()
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
-            "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU "
-            "(.item(), .cpu(), a branch on a tensor), starts something that no graph can hold, or runs "
-            f"another number of backwards than one ({error}); compute that outside of it, or train without "
-            "flatfsdp.replayed"
+            "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU (.item(), "
+            f"a branch on a tensor), or runs another number of backwards than one ({error}); compute that "
+            "outside of it, or train without flatfsdp.replayed"
         ) from error
-
-
-def _abandon(root: Root) -> None:
-    """Cleans up after a failed recording, none of which will run, so that nothing may wait for it."""
-    root.forget_forward()
-    # Without waiting: events of a capture that was given up never happen.
-    root.reducer.forget()
-    for group in root.groups:
-        # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
-        group.become(group.state.facts())
-    root.abandon_step()
+    finally:
+        root.publish, root.shared.checks = publish, True
+        for arena in arenas:
+            arena.is_recorded = False
 
 
 def autograds_of(root: Root) -> int:
     """Number of gradients that autograd has brought to the optimizer's parameters itself so far."""
     return sum(group.state.from_autograd for group in root.groups)
-
-
-def _copies(outputs: Outputs) -> Outputs:
-    return [each.clone() if isinstance(each, Tensor) else each for each in outputs]
-
-
-def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> None:
-    """Checks that nothing holds tensors of a finished microbatch, which the next replay overwrites.
-
-    Args:
-        graphs: graphs of the recordings.
-        recordings: all recordings of the model.
-
-    Raises:
-        RuntimeError: if such a tensor is still alive.
-    """
-    outputs = [each for recording in recordings for each in recording.outputs if isinstance(each, Tensor)]
-    kept = graphs.kept(outputs)
-    if kept:
-        raise RuntimeError(
-            f"after a microbatch that was recorded, {len(kept)} of its tensors are still there ({sum(kept)} "
-            "bytes): the function, or a module, keeps them, and every replay would change them; keep a "
-            "number, or a copy made outside of the microbatch"
-        )

@@ -17,25 +17,25 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.replay.facts import Facts, Surroundings
-from flatfsdp.engine.replay.graphs import Graphs, graphs_on
-from flatfsdp.engine.replay.random_state import RandomMoves
-from flatfsdp.engine.replay.recording import Recording, autograds_of, require_nothing_kept
+from flatfsdp.engine.replay.graphs import Graphs, RandomMoves, graphs_on
+from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
 from flatfsdp.fp8.delayed_scaling import Scaling
+from flatfsdp.torch_private import call_before_shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +100,6 @@ class Key(NamedTuple):
     arguments: Hashable
 
 
-class Call(NamedTuple):
-    """The arguments of one call without their tensors, and the places of these."""
-
-    leaves: list[Any]
-    structure: TreeSpec
-
-
 @dataclass
 class _Seen:
     """State of one key that has been used.
@@ -114,20 +107,20 @@ class _Seen:
     Attributes:
         facts: facts at its last eager run.
         times: number of eager runs in a row before that, with the same facts.
-        recording: the recording, with the facts for which it was made.
-        outputs: structure of the function's result.
+        recording: the recording.
+        outputs: structure of the function's result, a `TreeSpec`.
         scalings: FP8 scales that its eager runs have updated; a recording may not be the first to do so.
         moves: what its last eager run did to the random state.
-        has_penalty: whether its last eager run brought gradients to the optimizer's parameters themselves.
+        why_not: reason why it cannot be recorded, as its last eager run has shown; None if it can.
     """
 
-    facts: Facts | None = None
+    facts: Facts = ()
     times: int = 0
-    recording: tuple[Facts, Recording] | None = None
-    outputs: TreeSpec | None = None
+    recording: Recording | None = None
+    outputs: Any = None
     scalings: Sequence[Scaling] = ()
-    moves: RandomMoves | None = None
-    has_penalty: bool = False
+    moves: RandomMoves = field(default_factory=RandomMoves)
+    why_not: str | None = None
 
 
 class Replayed(Generic[P, R]):
@@ -161,25 +154,28 @@ class Replayed(Generic[P, R]):
         arguments = _describe((args, kwargs), tensors)
         key = Key(root.microbatch.index == 0, root.microbatch.is_last, arguments)
         self._has_sums = self._has_sums or not (key.is_first and key.is_last)
+        seen = self._seen.get(key)
+        if seen is None:
+            # Arguments that change in every call would pile up for good.
+            self._make_room(are_recorded=False)
+            seen = self._seen[key] = _Seen()
+        self._seen.move_to_end(key)
         with self._graphs.beside():
-            return self._run(self._graphs, root, key, (args, kwargs), tensors)
+            outputs = self._run(self._graphs, root, key, seen, (args, kwargs), tensors)
+        results: R = tree_unflatten(outputs, seen.outputs)
+        return results
 
     def release(self) -> None:
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
         for seen in self._seen.values():
             if seen.recording is not None:
-                seen.recording[1].release()
+                seen.recording.release()
         self._seen.clear()
 
-    def _run(self, graphs: Graphs, root: Root, key: Key, arguments: Any, tensors: list[Tensor]) -> R:
-        if self._surroundings is None:
-            self._surroundings = Surroundings(root, self._model)
-            root.pools.add(graphs)
-            root.call_before_shutdown(self.release)
-            for group in root.groups:
-                # Nodes that serve all forwards: their backward runs on the stream that made them.
-                group.params.remake_packs()
-        surroundings = self._surroundings
+    def _run(
+        self, graphs: Graphs, root: Root, key: Key, seen: _Seen, arguments: Any, tensors: list[Tensor]
+    ) -> Outputs:
+        surroundings = self._surroundings or self._prepare(root, graphs)
         # Before the facts are taken: what a user has frozen, unfrozen or zeroed becomes one only by this
         # look.
         if key.is_first:
@@ -192,113 +188,97 @@ class Replayed(Generic[P, R]):
                 for group in root.groups:
                     group.drop_if_zeroed()
         # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
-        reason = surroundings.why_not(is_last=key.is_last)
+        reason = surroundings.why_not(is_last=key.is_last) or seen.why_not
         facts = surroundings.facts()
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = _Seen()
-            self._forget_unused()
-        self._seen.move_to_end(key)
-        if seen.moves is not None and seen.moves.reseeds:
-            reason = "the microbatch sets a random seed, which replays would not"
-        if seen.has_penalty:
-            reason = "a penalty on model.parameters() adds gradients beside those that are reduced"
-        if reason is not None:
-            self._say(reason)
-        elif seen.recording is not None and seen.recording[0] == facts:
-            recording = seen.recording[1]
+        if reason is not None and reason not in self._said:
+            self._said.add(reason)
+            logger.warning("microbatches are run eagerly, not replayed: %s", reason)
+        if reason is None and seen.recording is not None and seen.recording.facts == facts:
             # Found equal faster the next time, if these are the same objects then.
-            seen.recording = facts, recording
+            seen.recording.facts = facts
             # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
             # instead would otherwise meet them unnoticed.
-            _begin(root, recording.scalings, Action.REPLAY, self._number(key))
+            _begin(root, seen.recording.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
-            seen.facts, seen.times = None, 0
-            return self._results(recording.replay(tensors), seen)
-        call = Call(*tree_flatten(arguments))
+            seen.facts, seen.times = (), 0
+            return seen.recording.replay(tensors)
         # From here on the microbatch runs, eagerly or in a capture, and writes where replays will write.
         keep_addresses(root, of_sums=self._has_sums)
         # Taken again: addresses that have just been fixed are facts.
         facts = surroundings.facts()
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
+        run = partial(self._call, arguments, seen)
         if reason is None and seen.times >= WARM_UP:
-            return self._record(graphs, root, key, call, seen, surroundings, tensors)
+            _begin(root, seen.scalings, Action.REPLAY, self._number(key))
+            return self._record(graphs, surroundings, seen, run, tensors)
         _begin(root, (), Action.MICROBATCH, 0)
         inputs = [each.to(root.shared.device, non_blocking=True) for each in tensors]
         from_autograd = autograds_of(root)
         with graphs.watched() as moves:
-            outputs = self._call(call, seen, inputs)
-        seen.has_penalty = autograds_of(root) != from_autograd
+            outputs = run(inputs)
+        seen.why_not = "the microbatch sets a random seed, which replays would not" if moves.reseeds else None
+        if autograds_of(root) != from_autograd:
+            seen.why_not = "a penalty on model.parameters() adds gradients beside those that are reduced"
         # A recording repeats what the random state went through, so two eager runs have to agree on it.
         if moves != seen.moves:
             seen.moves, seen.times = moves, 0
         seen.scalings = root.shared.scales.noted
         surroundings.renew()
-        return self._results(outputs, seen)
+        return outputs
+
+    def _prepare(self, root: Root, graphs: Graphs) -> Surroundings:
+        """Prepares the model for recordings, when it is first used."""
+        self._surroundings = Surroundings(root, self._model)
+        root.pools.add(graphs)
+        for ranks in root.identity.communicators:
+            # NCCL's wait for the graphs that launch their collectives: `destroy_process_group()` would never
+            # return.
+            if ranks.group is not None:
+                call_before_shutdown(ranks.group, self.release, also_at_exit=True)
+        for group in root.groups:
+            # Nodes that serve all forwards: their backward runs on the stream that made them.
+            group.params.remake_packs()
+        return self._surroundings
 
     def _record(
-        self,
-        graphs: Graphs,
-        root: Root,
-        key: Key,
-        call: Call,
-        seen: _Seen,
-        surroundings: Surroundings,
-        tensors: list[Tensor],
-    ) -> R:
-        assert seen.facts is not None and seen.moves is not None
+        self, graphs: Graphs, surroundings: Surroundings, seen: _Seen, run: Run, tensors: list[Tensor]
+    ) -> Outputs:
         # First, so that their memory is in the pool again when the capture takes from it.
         seen.recording = None
-        self._make_room()
-        _begin(root, seen.scalings, Action.REPLAY, self._number(key))
-        inputs = [torch.empty_like(each, device=root.shared.device).copy_(each) for each in tensors]
+        self._make_room(are_recorded=True)
+        device = surroundings.root.shared.device
+        inputs = [torch.empty_like(each, device=device).copy_(each) for each in tensors]
         try:
-            recording = Recording(
-                graphs, root, surroundings, partial(self._call, call, seen), inputs, seen.moves
-            )
+            recording = Recording(graphs, surroundings, run, inputs, seen.moves)
         except BaseException:
             # The random numbers of all recordings are out of step now.
             self._seen.clear()
             raise
         outputs = recording.run_first()
-        seen.recording = seen.facts, recording
-        require_nothing_kept(graphs, (each.recording[1] for each in self._seen.values() if each.recording))
-        return self._results(outputs, seen)
+        seen.recording, recording.facts = recording, seen.facts
+        recordings = [each.recording for each in self._seen.values() if each.recording is not None]
+        held = [each for one in recordings for each in one.outputs if isinstance(each, Tensor)]
+        graphs.require_nothing_kept(held)
+        return outputs
 
-    def _call(self, call: Call, seen: _Seen, inputs: Sequence[Tensor]) -> list[Any]:
-        """Runs the function with these tensors as arguments; returns its results, detached."""
+    def _call(self, arguments: Any, seen: _Seen, inputs: Sequence[Tensor]) -> Outputs:
+        """Runs the function with these tensors among its arguments; returns its results, detached."""
         remaining = iter(inputs)
-        given = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-        args, kwargs = tree_unflatten(given, call.structure)
+        args, kwargs = tree_map_only(Tensor, lambda _: next(remaining), arguments)
         found, seen.outputs = tree_flatten(self._microbatch(*args, **kwargs))
         return [each.detach() if isinstance(each, Tensor) else each for each in found]
-
-    def _results(self, outputs: list[Any], seen: _Seen) -> R:
-        assert seen.outputs is not None
-        results: R = tree_unflatten(outputs, seen.outputs)
-        return results
 
     def _number(self, key: Key) -> int:
         """Number of the recording; ranks that record in different orders disagree on it, and raise."""
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _forget_unused(self) -> None:
-        """Drops the oldest unrecorded key: arguments that change in every call would pile up for good."""
-        waiting = [key for key, seen in self._seen.items() if seen.recording is None]
-        if len(waiting) > MOST_RECORDINGS:
-            del self._seen[waiting[0]]
-
-    def _make_room(self) -> None:
-        recorded = [key for key, seen in self._seen.items() if seen.recording is not None]
-        if len(recorded) >= MOST_RECORDINGS:
-            del self._seen[recorded[0]]
-
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("microbatches are run eagerly, not replayed: %s", reason)
+    def _make_room(self, *, are_recorded: bool) -> None:
+        """Drops the key that was not used for the longest time, of the recorded or of the other ones."""
+        keys = [key for key, seen in self._seen.items() if (seen.recording is not None) is are_recorded]
+        if len(keys) >= MOST_RECORDINGS:
+            del self._seen[keys[0]]
 
 
 def keep_addresses(root: Root, *, of_sums: bool) -> None:
@@ -336,7 +316,7 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
         for ranks in root.identity.data_parallel if is_last else root.gather_ranks:
             declare(ranks, identity, root.shared.device)
     if is_first:
-        scales.begin_forward(root.versions)
+        root.begin_scales()
         scales.end_forward()
     # Later microbatches may use layers that the first did not.
     scales.note_all(scalings)
@@ -351,8 +331,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
-                "an argument of a replayed microbatch requires a gradient, which a replay would not compute; "
-                "detach it"
+                "an argument of a replayed microbatch requires a gradient, which none computes; detach it"
             )
         tensors.append(value)
         return value.shape, value.dtype
@@ -373,13 +352,12 @@ def _checked(model: nn.Module) -> UnitModule:
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
     for _, unit in units_in(outermost):
         policy = unit.fsdp_state.policy
-        wrong = {
+        refused = {
             "optimize_backward_concat=False": not policy.optimize_backward_concat,
             'grad_sync="every"': policy.grad_sync == "every",
             "cpu_offload": policy.cpu_offload,
             "tp_group": unit.fsdp_state.grid.tensor.size > 1,
         }
-        for name, is_set in wrong.items():
-            if is_set:
-                raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
+        if name := next((name for name, is_set in refused.items() if is_set), None):
+            raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
     return outermost

@@ -21,24 +21,28 @@ may still need a frozen parameter, or a use of `weight.detach()`.  So each call 
 from the first gradient of its outputs to the last gradient of its inputs, and the unit is done when
 everything has landed and no use is open.  Inner units' outputs may also need the parameters of the unit
 around them for their gradients, so those parameters stay until the backward is over.
+
+FP32 inputs are cast to the compute dtype.  The outermost forward is given labels, times and weights of a
+loss beside activations, and nothing tells which is which.  So it gets what its caller has, and tensors are
+cast in front of the modules that own parameters.  Units inside are given activations first: these are cast at
+the door, with less work for the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.grid import Grid
-from flatfsdp.engine.step.input_casts import cast_in_front_of_modules
 from flatfsdp.engine.step.left_behind import LeftBehind
-from flatfsdp.engine.step.prefetch_order import Forward
+from flatfsdp.engine.step.passes import Forward
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
-from flatfsdp.engine.step.root import Call, Root
+from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import ShardState, Shared, Version
@@ -46,19 +50,10 @@ from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
-
-class Begun(NamedTuple):
-    """One call of a unit, from its beginning.
-
-    Attributes:
-        position: the unit's position in this forward; -1 in a recomputation.
-        versions: the version of each input that required a gradient, by its id; empty under no_grad.
-        operation: number of the first differentiable operation of the call.
-    """
-
-    position: int
-    versions: dict[int, int]
-    operation: int
+Begun = tuple[int, dict[int, int], int]
+"""One call of a unit, from its beginning: the unit's position in this forward, -1 in a recomputation; the
+version of each input that required a gradient, by its id, none under no_grad; number of its first
+differentiable operation."""
 
 
 class DrivenUnit(Unit):
@@ -73,47 +68,39 @@ class DrivenUnit(Unit):
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        grid: Grid,
-        shared: Shared,
-        modules: Iterable[nn.Module],
-        *,
-        contains_units: bool,
+        self, policy: Policy, grid: Grid, shared: Shared, modules: list[nn.Module], *, contains_units: bool
     ) -> None:
         super().__init__(policy, grid, shared)
         self.root: Root
         self._contains_units = contains_units
         self._left_behind = LeftBehind(modules)
+        # Hooks that cast inputs of modules, while it is the outermost unit.
+        self._casts: list[RemovableHandle] = []
+        # Otherwise, the dtype to which a first argument in FP32 is cast; None casts nothing.
+        self._casts_to: torch.dtype | None = None
 
     def join(self, root: Root) -> None:
         """Becomes a unit of this model, when that is first used."""
         self.root = root
-        for cast in self.casts:  # a layer that was a model of its own before
+        for cast in self._casts:  # a layer that was a model of its own before
             cast.remove()
-        self.casts, self.casts_to = [], None
-        compute = self.policy.precision.compute
-        if self.policy.cast_inputs and compute is not torch.float32:
-            if self is root.unit:
-                self.casts = cast_in_front_of_modules(self, compute)
-            else:
-                self.casts_to = compute
+        compute, is_outermost = self.policy.precision.compute, self is root.unit
+        casts = self.policy.cast_inputs and compute is not torch.float32
+        self._casts = _cast_in_front_of_modules(self, compute) if casts and is_outermost else []
+        self._casts_to = compute if casts and not is_outermost else None
 
     # ---- forward ----------------------------------------------------------------------------------------
 
     @never_traced
-    def before_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Begun, tuple[Any, ...], dict[str, Any]]:
+    def before_forward(self, args: Any, kwargs: dict[str, Any]) -> tuple[Begun, Any, dict[str, Any]]:
         """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
-                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
-                    "resize it) before the model is sharded. torch.func.functional_call, which replaces "
-                    "parameters for one call, is not supported: call it with a plain copy of the model"
+                    "what took its place; write to it inside summon_full_params(), or replace it before "
+                    "sharding. torch.func.functional_call is not supported: call it with a plain copy"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
@@ -123,14 +110,16 @@ class DrivenUnit(Unit):
         else:
             position = self.root.order.current.record(self)
             self.show(self.root.forward_action, self.root.order.after(position))
-        if self.casts_to is not None:
+        if self._casts_to is not None:
             # Others may be tables of a rotary embedding, masks, or a residual, in FP32 on purpose.
             if args:
-                args = (cast_fp32(args[0], self.casts_to), *args[1:])
+                args = (cast_fp32(args[0], self._casts_to), *args[1:])
             elif kwargs:
                 name, first = next(iter(kwargs.items()))
-                kwargs = {**kwargs, name: cast_fp32(first, self.casts_to)}
-        return Begun(position, _versions_of(tensors_in((args, kwargs))), next_operation()), args, kwargs
+                kwargs = {**kwargs, name: cast_fp32(first, self._casts_to)}
+        inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else ()
+        versions = {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
+        return (position, versions, next_operation()), args, kwargs
 
     @never_traced
     def after_forward(self, begun: Begun, arguments: object, outputs: Any) -> Any:
@@ -149,8 +138,7 @@ class DrivenUnit(Unit):
         position, given, first = begun
         tensors, uses_nothing = tensors_in(outputs), False
         differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
-        returned = [t for t in differentiable if _is_input(t, given)]
-        if returned:
+        if returned := [t for t in differentiable if _is_input(t, given)]:
             # Two units that return their input would both hook one tensor, and the backward would run the
             # hooks in the order of registration: the first unit's before the second one's.
             outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
@@ -160,50 +148,40 @@ class DrivenUnit(Unit):
             tensors = tensors_in(outputs)
             differentiable = [t for t in tensors if t.requires_grad]
         # Before hooks are registered on the outputs, which are there, too.
-        left = self._left_on_modules(first, differentiable)
+        is_recomputed = in_backward()
+        left = self._left_behind.since(first) if torch.is_grad_enabled() and not is_recomputed else []
+        left = [each for each in left if not any(each[0] is tensor for tensor in differentiable)]
         if differentiable or left:
             use = self._follow_inputs(tensors_in(arguments))
             # The backward gathers again, and has to get what this forward had.
             versions = [group.compute_shard.version for group in self.groups]
             # A recomputation may belong to an earlier forward.
-            forward = None if in_backward() else self.root.order.current
+            forward = None if is_recomputed else self.root.order.current
             # Another call in this forward may have gradients to wait for.
             is_empty = uses_nothing and not left and forward is not None and forward.units.count(self) == 1
             hook = partial(self._before_backward, use, is_empty, versions, forward, position)
             for tensor in differentiable:
                 tensor.register_hook(hook)
-            if not in_backward():
-                for tensor, number in left:
-                    # The hook of the inner unit that made it, such as one in this unit's list of losses.
-                    made_in = (call for call in self.root.calls if call.first <= number < call.end)
-                    tensor.register_hook(next((call.before_backward for call in made_in), hook))
-                self.root.calls.append(Call(first, next_operation(), hook))
-        if in_backward():
+            for tensor, number in left:
+                # The hook of the inner unit that made it, such as one in this unit's list of losses.
+                makers = (maker for operations, maker in self.root.calls if number in operations)
+                tensor.register_hook(next(makers, hook))
+            if not is_recomputed:
+                self.root.calls.append((range(first, next_operation()), hook))
+        if is_recomputed:
             return outputs
         # A backward that starts from an output without visible tensors could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
         keeps = (self is self.root.unit and self.keep_as_root) or not self.policy.reshard_after_forward
         if not is_opaque and not ((differentiable or left) and keeps):
-            self._require_no_parameter(tensors)
+            for group in self.groups:
+                # Reading it after the free would crash.
+                if group.buffer is not None and any(map(group.holds, tensors)):
+                    raise RuntimeError(
+                        f"unit {self.name} returned a parameter of its own, freed now; return its .clone()"
+                    )
             self.reshard()
         return outputs
-
-    def _left_on_modules(self, first: int, outputs: list[Tensor]) -> list[tuple[Tensor, int]]:
-        """What this forward has left on the unit's modules beside its outputs; see `LeftBehind.since`."""
-        if not torch.is_grad_enabled() or in_backward():
-            return []
-        left = self._left_behind.since(first)
-        known = set(map(id, outputs)) if left else ()
-        return [each for each in left if id(each[0]) not in known]
-
-    def _require_no_parameter(self, outputs: list[Tensor]) -> None:
-        """Raises for a returned parameter: reading it after the free would crash."""
-        for group in self.groups:
-            if group.buffer is not None and any(map(group.holds, outputs)):
-                raise RuntimeError(
-                    f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
-                    "freed now; return a copy (.clone())"
-                )
 
     def _follow_inputs(self, inputs: list[Tensor]) -> object | None:
         """Opens a use that ends when the inputs have their gradients; None if none will have one."""
@@ -225,13 +203,7 @@ class DrivenUnit(Unit):
     # ---- backward ---------------------------------------------------------------------------------------
 
     def _before_backward(
-        self,
-        use: object | None,
-        is_empty: bool,
-        versions: list[Version],
-        forward: Forward | None,
-        position: int,
-        _grad: Tensor,
+        self, use: object, empty: bool, versions: list[Version], forward: Forward | None, at: int, _: Tensor
     ) -> None:
         for group, version in zip(self.groups, versions, strict=True):
             group.require_version(version)
@@ -240,14 +212,14 @@ class DrivenUnit(Unit):
         # Before the gather, which it may find to be stale: other weights may have been in place meanwhile.
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
-        if is_empty:
+        if empty:
             self._empty_in.add(backward)
         if use is not None:
             self._open_uses.add(use)
             # Without an input that gets a gradient, nothing tells that the module's own backward is over.
             self._was_followed = True
         # Modules see them, too: a recomputation inside reads the parameters again.
-        self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, position))
+        self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, at))
         # Its sources are the parameters, which are there now.
         self.derived.restore()
 
@@ -261,10 +233,9 @@ class DrivenUnit(Unit):
             # It is in `main_grad` by now, and would be added to the next step's.
             group.drop_unreduced()
             raise RuntimeError(
-                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN "
-                "in their place: its forward has handed out a tensor beside its outputs (through a closure "
-                "or a global list), or a loss was made of module.weight outside of the forward; return the "
-                "tensor from the forward, or set it as an attribute of a module in the unit"
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: "
+                "its forward has handed out a tensor beside its outputs (through a closure), or a loss uses "
+                "module.weight outside; return the tensor, or set it as an attribute of a module in the unit"
             )
         landed = self._landed[running_backward(), group]
         # Once a group, not once a parameter.
@@ -293,12 +264,37 @@ class DrivenUnit(Unit):
         self._free_after_backward()
 
 
-def _versions_of(inputs: list[Tensor]) -> dict[int, int]:
-    if not torch.is_grad_enabled():
-        return {}
-    return {id(t): t._version for t in inputs if t.requires_grad and not t.is_inference()}
-
-
 def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:
     """Whether an output is an input that the forward has not written to, rather than a result."""
     return tensor.requires_grad and versions.get(id(tensor)) == tensor._version
+
+
+def _cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Lets the modules that own parameters of the outermost unit cast their FP32 inputs.
+
+    The unit's own module is left out, unless no module is inside: then it is a layer itself.
+    """
+    sites = (site for group in unit.groups for sites in group.binding.sites for site in sites)
+    inside = (site.module for site in sites if site.name != site.attribute or not site.module._modules)
+    owners = dict.fromkeys(inside)
+    cast = partial(_cast_arguments, dtype)
+    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
+
+
+def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    # FP32 beside 16-bit activations, such as a router's weights of experts, is so on purpose.
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if not _holds_fp32(first):
+        return None
+    return cast_fp32(args, dtype), {name: cast_fp32(each, dtype) for name, each in kwargs.items()}
+
+
+def _holds_fp32(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype is torch.float32
+    return isinstance(value, tuple) and any(map(_holds_fp32, value))
+
+
+def is_cast(hook: Any) -> bool:
+    """Whether `hook` casts inputs; what it launches is recorded with the forward."""
+    return isinstance(hook, partial) and hook.func is _cast_arguments

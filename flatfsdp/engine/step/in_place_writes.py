@@ -14,7 +14,7 @@ the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import never_traced
@@ -26,13 +26,12 @@ class WriteCheck:
     A write through `.data` is not counted: of one to a placeholder its memory tells, of others nothing.
     """
 
-    def __init__(self) -> None:
-        self._groups: list[FlatGroup] = []
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self._groups = groups
         self._known: list[list[int]] = []
 
     def add(self, group: FlatGroup) -> None:
-        """Watches the parameters of this group, too, from their current versions on."""
-        self._groups.append(group)
+        """Watches the parameters of this new group, too, from their current versions on."""
         self._known.append(group.params.versions)
 
     def require_none(self) -> None:
@@ -44,9 +43,8 @@ class WriteCheck:
         for group, names in self._written():
             raise RuntimeError(
                 f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
-                "is lost: the attribute is what a forward reads, and shows NaN at other times; write inside "
-                "summon_full_params(), or initialise before the model is sharded (on the meta device, shard "
-                "calls reset_parameters)"
+                "is lost: a forward reads the attribute, which is NaN at other times; write inside "
+                "summon_full_params(), or before sharding (on the meta device, shard initialises it)"
             )
 
     @never_traced
@@ -58,10 +56,9 @@ class WriteCheck:
         """
         for group, names in self._written():
             raise RuntimeError(
-                f"the forward of unit {group.name} wrote in place to parameter {names}, and "
-                "what a forward changes is lost with the gathered copy; compute with a changed copy "
-                "instead (no max_norm in an embedding), or write between steps, inside "
-                "summon_full_params()"
+                f"the forward of unit {group.name} wrote in place to parameter {names}, and what a forward "
+                "changes is lost with the gathered copy; compute with a changed copy (no max_norm in an "
+                "embedding), or write between steps, inside summon_full_params()"
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:
@@ -74,16 +71,11 @@ class WriteCheck:
             return
         for group, taken, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
             if before != after or taken:
-                slots = enumerate(zip(group.layout.slots, before, after, strict=True))
-                names = [
-                    group.unit.prefix + slot.name
-                    for index, (slot, was, now) in slots
-                    if was != now or index in taken
-                ]
-                if len(names) > 1:
-                    # Views of one tensor count together, and of these a table with `max_norm` has written.
-                    sites = [site for sites in group.binding.sites for site in sites]
-                    renormed = (site for site in sites if getattr(site.module, "max_norm", None) is not None)
-                    tables = {group.unit.prefix + site.name for site in renormed}
-                    names = [name for name in names if name in tables] or names
-                yield group, " or ".join(names)
+                prefix, slots = group.unit.prefix, group.layout.slots
+                written = [i in taken or before[i] != after[i] for i in range(len(slots))]
+                names = [prefix + slot.name for slot, is_one in zip(slots, written, strict=True) if is_one]
+                # Views of one tensor count together, and of these a table with `max_norm` has written.
+                sites = [site for sites in group.binding.sites for site in sites]
+                renormed = (site for site in sites if getattr(site.module, "max_norm", None) is not None)
+                tables = {prefix + site.name for site in renormed}
+                yield group, " or ".join([name for name in names if name in tables] or names)

@@ -55,7 +55,8 @@ class LeftBehind:
             return []
         holders = [value for value in values if isinstance(value, _HOLDERS)]
         self._plain = [] if any(map(_may_change, holders)) else values
-        found = {id(t): t for value in holders for t in _tensors_in(value) if t.grad_fn is not None}
+        searched = [each for each in holders if isinstance(each, Tensor) or len(each) <= MAX_ENTRIES]
+        found = {id(t): t for value in searched for t in tensors_in(value) if t.grad_fn is not None}
         made = [(t, t.grad_fn._sequence_nr()) for t in found.values() if t.grad_fn is not None]
         # Views of the parameters themselves are older than any forward, and have a number above all others.
         return [(tensor, its) for tensor, its in made if number <= its < _ABOVE_ALL]
@@ -94,9 +95,3 @@ _HOLDERS = (*_CHANGING, tuple)
 def _may_change(holder: Any) -> bool:
     """Whether a value may hold other tensors at the next look; a tuple does if something in it does."""
     return isinstance(holder, _CHANGING) or (isinstance(holder, tuple) and any(map(_may_change, holder)))
-
-
-def _tensors_in(holder: Any) -> list[Tensor]:
-    if not isinstance(holder, Tensor) and len(holder) > MAX_ENTRIES:
-        return []
-    return tensors_in(holder)

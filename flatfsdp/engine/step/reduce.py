@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,9 @@ from flatfsdp.engine.storage.state import Shared
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
+
+Groups = Sequence[FlatGroup]
+"""The groups of a unit, or those of them that are reduced together."""
 
 Used = tuple[bool, ...]
 """Whether a gradient has come to each parameter that the optimizer has of a group."""
@@ -69,14 +72,11 @@ class Reduced(NamedTuple):
 class _Reduction(NamedTuple):
     """One unit's reduction, running on the side stream until the compute stream has waited for `done`."""
 
-    groups: Sequence[FlatGroup]
+    reduced: dict[FlatGroup, Tensor]
+    """Final gradients; none in a backward before the last one, whose sums stay in `partial_grad`."""
     kept: list[Tensor | None]
     """Tensors that the stream still reads; freed now, the compute stream would reuse their memory at once."""
-    reduced: list[Tensor]
-    """Reduced gradients, one a group."""
     done: torch.cuda.Event | None
-    is_complete: bool
-    """Whether `reduced` is the final gradient, not a part of it that stays in `partial_grad`."""
 
 
 class Reducer:
@@ -91,8 +91,7 @@ class Reducer:
             beside the gathers of other units, and one communicator runs its collectives one by one.
     """
 
-    def __init__(self, units: Iterable[Sequence[FlatGroup]], shared: Shared) -> None:
-        units = list(units)
+    def __init__(self, units: Sequence[Groups], shared: Shared) -> None:
         self._norms = NormsOverRanks(group.master for groups in units for group in groups)
         # The order of a backward, and the same on all ranks, whichever gradients land first on each.
         self._order = units[::-1]
@@ -106,7 +105,7 @@ class Reducer:
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: dict[FlatGroup, Tensor] = {}
 
-    def ready(self, groups: Sequence[FlatGroup]) -> None:
+    def ready(self, groups: Groups) -> None:
         """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
         first = self._next
@@ -143,20 +142,16 @@ class Reducer:
         self.forget()
         return reduced
 
-    def abandon(self) -> None:
-        """Waits for the running reductions and drops their results."""
-        for reduction in self._in_flight:
+    def forget(self, *, waits: bool = True) -> None:
+        """Drops the running reductions and their results, and waits for them unless they never run."""
+        for reduction in self._in_flight if waits else ():
             compute_waits_for(reduction.done, self._shared.device)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops the running reductions and their results without waiting for them."""
         self._in_flight.clear()
         self._reduced.clear()
         self._ready.clear()
         self._next = 0
 
-    def _launch(self, unit: Sequence[FlatGroup]) -> None:
+    def _launch(self, unit: Groups) -> None:
         groups = [group for group in unit if group.state.takes_part]
         if not groups:
             return
@@ -169,24 +164,25 @@ class Reducer:
         # Taken before the partial sums are replaced: the stream reads these, too.
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
         with self._stream.after_compute():
-            sums = self._reduce_scatter(groups, flats, shards)
-            reduced = [self._completed(*each, is_last) for each in zip(groups, sums, strict=True)]
-        self._in_flight.append(_Reduction(groups, kept, reduced, self._stream.mark(), is_last))
+            sums = zip(groups, self._reduce_scatter(groups, flats, shards), strict=True)
+            reduced = {group: self._completed(group, each, is_last) for group, each in sums}
+        kept += reduced.values()
+        self._in_flight.append(_Reduction(reduced if is_last else {}, kept, self._stream.mark()))
 
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
             return flat
-        dtype, kept = group.unit.policy.precision.reduce, _kept(group)
+        # Memory with a fixed address, if there is some, and it is not in use.
+        kept = group.kept_grad and group.kept_grad.free_memory
+        dtype = group.unit.policy.precision.reduce
         # Right into the memory that the optimizer will read, unless a backward around this one has reduced
         # into it already: a unit in a reentrant checkpoint may be reduced twice.
-        is_first = group not in self._reduced and not any(group in each.groups for each in self._in_flight)
+        is_first = group not in self._reduced and not any(group in each.reduced for each in self._in_flight)
         if is_first and kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
-    def _reduce_scatter(
-        self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]
-    ) -> list[Tensor]:
+    def _reduce_scatter(self, groups: Groups, flats: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
         first = groups[0]
         ranks, division = self.grids[first].shard, first.division
         if division is not None:
@@ -196,7 +192,7 @@ class Reducer:
         if ranks.size == 1:
             return flats
         payloads = [self._cast(flat, first.unit.policy.precision.reduce) for flat in flats]
-        nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
+        nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
         action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
         with (
             first.unit.moving("reduce_scatter", "reduce", nbytes),
@@ -213,7 +209,7 @@ class Reducer:
             reduced = self._cast(reduced, group.unit.policy.precision.accumulate)
             if group.partial_grad is not None:
                 reduced = group.partial_grad.add_(reduced)
-                self._shared.ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
+                self._shared.ledger.add("accumulate", 3 * reduced.nbytes)
             group.partial_grad = reduced
         if not is_last:
             return reduced
@@ -235,7 +231,7 @@ class Reducer:
     def _all_reduce(
         self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
     ) -> None:
-        nbytes = 2 * tensor.numel() * tensor.element_size() * (ranks.size - 1) // ranks.size
+        nbytes = 2 * tensor.nbytes * (ranks.size - 1) // ranks.size
         with (
             group.unit.moving(kind, kind, nbytes),
             launch(ranks, group.unit.identify(action), self._shared.device),
@@ -246,31 +242,30 @@ class Reducer:
         # The oldest: its buffers are freed after this, for the compute stream to use again.
         reduction = self._in_flight.popleft()
         compute_waits_for(reduction.done, self._shared.device)
-        if reduction.is_complete:
-            for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
-                grad = self._cast(reduced, group.master.grad_dtype)
-                if group in self._reduced:
-                    # A nested backward has brought more since; to the optimizer it is one gradient.
-                    self._reduced[group].add_(grad)
-                    self._shared.ledger.add("accumulate", 3 * grad.numel() * grad.element_size())
-                    continue
-                kept = _kept(group)
-                if kept is not None and kept.data_ptr() != grad.data_ptr():
-                    grad = kept.copy_(grad)
-                self._reduced[group] = grad
+        for group, reduced in reduction.reduced.items():
+            grad = self._cast(reduced, group.master.grad_dtype)
+            if group in self._reduced:
+                # A nested backward has brought more since; to the optimizer it is one gradient.
+                self._reduced[group].add_(grad)
+                self._shared.ledger.add("accumulate", 3 * grad.nbytes)
+                continue
+            kept = group.kept_grad and group.kept_grad.free_memory
+            if kept is not None and kept.data_ptr() != grad.data_ptr():
+                grad = kept.copy_(grad)
+            self._reduced[group] = grad
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts to the reduce dtype; usually nothing, as gradients are accumulated in that dtype."""
         if tensor.dtype == dtype:
             return tensor
         cast = tensor.to(dtype)
-        self._shared.ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
+        self._shared.ledger.add("cast", tensor.nbytes + cast.nbytes)
         return cast
 
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Hands reduced gradients to the optimizer, on its device, adding to those that are there."""
         used = self._used_by_any(reduced)
-        grads = [self._download(e.group, e.grad) if e.group.master.is_offloaded else e.grad for e in reduced]
+        grads = [_on_its_device(group, grad) for group, grad, _ in reduced]
         if any(group.master.is_offloaded for group, _, _ in reduced):
             # The optimizer reads them on the host first.
             torch.cuda.current_stream(self._shared.device).synchronize()
@@ -319,27 +314,20 @@ class Reducer:
                     answers[index] = tuple(bool(next(found)) for _ in answers[index])
         return answers
 
-    def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
-        nbytes = grad.numel() * grad.element_size()
-        with group.unit.moving("download", "offload", nbytes):
-            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
-            host.copy_(grad, non_blocking=True)
-        return host
+
+def _on_its_device(group: FlatGroup, grad: Tensor) -> Tensor:
+    """The gradient where the optimizer is, if on the host, on its way there."""
+    if not group.master.is_offloaded:
+        return grad
+    with group.unit.moving("download", "offload", grad.nbytes):
+        return torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad, non_blocking=True)
 
 
 def _own_grid(group: FlatGroup) -> Grid:
     """The ranks of a group with communicators of their own.  Collective."""
-    is_partial = group.layout.placement is Placement.PARTIAL
-    return Grid(
-        group.grid.shard.own_communicator(),
-        group.grid.replicate.own_communicator(),
-        group.grid.tensor.own_communicator() if is_partial else ALONE,
-    )
-
-
-def _kept(group: FlatGroup) -> Tensor | None:
-    """Memory with a fixed address for the reduced gradient; None if there is none, or it is in use."""
-    return None if group.kept_grad is None else group.kept_grad.free_memory
+    grid, is_partial = group.grid, group.layout.placement is Placement.PARTIAL
+    tensor = grid.tensor.own_communicator() if is_partial else ALONE
+    return Grid(grid.shard.own_communicator(), grid.replicate.own_communicator(), tensor)
 
 
 def _used(group: FlatGroup) -> Used:
@@ -356,6 +344,5 @@ def _may_be_used_elsewhere(group: FlatGroup, own: Used) -> bool:
     """Whether another rank may have used something that this one has not; nobody uses what is frozen."""
     if all(own):
         return False
-    trained = group.master.per_local_shard(group.params.trained)
-    unused = (trains and not is_used for trains, is_used in zip(trained, own, strict=True))
-    return group.state.flags_changed or any(unused)
+    trained = zip(group.master.per_local_shard(group.params.trained), own, strict=True)
+    return group.state.flags_changed or any(trains and not is_used for trains, is_used in trained)

@@ -42,16 +42,14 @@ def follow_requires_grad(group: FlatGroup) -> None:
         changed = [trains != before for trains, before in zip(wanted, known, strict=True)].index(True)
         raise RuntimeError(
             f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set to "
-            f"{wanted[changed]} by itself, and it is a part of a flat parameter, which is frozen as a whole: "
-            "call requires_grad_() of the module that was wrapped, make what is to be frozen by itself a "
-            "unit of its own, or shard the model with flatfsdp.shard"
+            f"{wanted[changed]} by itself, and a flat parameter is frozen as a whole: call requires_grad_() "
+            "of the wrapped module, make it a unit of its own, or shard the model with flatfsdp.shard"
         )
     if any(wanted) and group.main_grad is None:
         if group.compute_shard.is_cast_once_a_load:
             raise RuntimeError(
-                f"unit {group.name} was sharded with frozen weights that it stores in FP8.  They are cast "
-                "once a load, so they cannot be trained; call requires_grad_(True) before the model is "
-                "sharded, and requires_grad_(False) after it, or leave out Precision(fp8_weights=...)"
+                f"unit {group.name} was sharded with frozen weights that it stores in FP8 and casts once a "
+                "load; to train them, freeze them after sharding, or leave out Precision(fp8_weights=...)"
             )
         # It is trained for the first time; what is built frozen has no memory for gradients.
         group.open_main_grad()

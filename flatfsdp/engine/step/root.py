@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,15 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.step.backward import Backward
-from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
+from flatfsdp.engine.step.passes import Backward, Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.first_values import make_equal, require_same_first_values
-from flatfsdp.engine.storage.state import Shared, Version
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.recompute import current_tape
-from flatfsdp.microbatch import Microbatch
-from flatfsdp.options import Policy
-from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
+from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
 
@@ -39,73 +35,61 @@ _HOOKS = attrgetter("_backward_hooks")
 _CHANGES = attrgetter("changes")
 
 
-class Call(NamedTuple):
-    """One call of a unit that has ended, in the running forward.
-
-    Attributes:
-        first: number of the first differentiable operation of the call.
-        end: number of the first one after it.
-        before_backward: gathers the unit, once a backward has come to a result of the call.
-    """
-
-    first: int
-    end: int
-    before_backward: Callable[[Tensor], None]
-
-
 class Root:
     """One model: the units that its forwards and backwards drive together.  Its construction is collective.
 
     Args:
-        policy: settings of the outermost unit, whose prefetch and timeout are the model's.
         number: number of the model, the same on all ranks.
 
     Attributes:
-        units: units in registration order, the root module's own first.
+        units: units in registration order, the root module's own first; settings such as the prefetch are
+            those of that one.
+        unit: the root module's own.
         groups: flat groups of all units, in that order.
         shared: what they have in common.
+        microbatch: which microbatch this is.
         order: in which order forwards call the units.
         reducer: reduces gradients, and knows what of them has been launched.
         publish: takes what is reduced at the end of a step: hands it to the optimizer.
         identity: what collectives of the model carry.
         gather_ranks: communicators that gathers use.
         in_forward: whether a forward of the model runs.
-        calls: calls of units that have ended in the running forward, inner ones before outer ones.
+        calls: calls of units that have ended in the running forward, inner ones before outer ones: the
+            numbers of the differentiable operations in it, and what gathers the unit once a backward has come
+            to a result of the call.
         forward_action: purpose for which the running forward, or the last one, gathers.
         backward: tracks the running backward.
         pools: memory of recorded microbatches, each with `nbytes`, as long as there are any.
     """
 
-    def __init__(self, units: Sequence[Unit], policy: Policy, shared: Shared, number: int) -> None:
-        self.units = units
+    def __init__(self, units: Sequence[Unit], number: int) -> None:
+        self.units, self.unit = units, units[0]
         self.groups = [group for unit in units for group in unit.groups]
-        self.shared = shared
+        shared, policy = self.unit.shared, self.unit.policy
+        self.shared, self.microbatch = shared, shared.microbatch
         # Each object for good, so that a look at all of them takes no detour by their groups.
         self._states = [group.state for group in self.groups]
         self._watched: int | None = None
         self.order = ForwardOrder(policy.prefetch)
         # First, as it may raise: the reducer makes communicators.
-        self._weight_scales = weight_scales(self.groups, shared.ledger)
+        self._weight_scales = weight_scales(self.groups)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
         self.gather_ranks = several(group.grid.shard for group in self.groups)
-        self._tensor_ranks = several(group.grid.tensor for group in self.groups)
         # Without sharding there is no shard to keep a sum in.
         self._reduce_every = policy.grad_sync == "every" and any(g.grid.shard.size > 1 for g in self.groups)
         self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish
         self._has_begun = False
         self.in_forward = False
-        self.calls: list[Call] = []
+        self.calls: list[tuple[range, Callable[[Tensor], None]]] = []
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[Any] = weakref.WeakSet()
         grids = [*(group.grid for group in self.groups), *self.reducer.grids.values()]
-        shared.identity = self.identity = ModelIdentity(
-            number,
-            units=[unit.name if unit.groups else "" for unit in units],
-            data_parallel=several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
-            communicators=several(ranks for grid in grids for ranks in grid.dimensions),
-            timeout=policy.timeout,
-        )
+        data_parallel = several(ranks for grid in grids for ranks in (grid.shard, grid.replicate))
+        communicators = several(ranks for grid in grids for ranks in grid.dimensions)
+        names = [unit.name if unit.groups else "" for unit in units]
+        self.identity = ModelIdentity(number, names, data_parallel, communicators, policy.timeout)
+        shared.identity = self.identity
         # Before the first collective, which carries the unit's number and the model's identity.
         for index, unit in enumerate(units):
             unit.number, unit.shared = index, shared
@@ -113,11 +97,6 @@ class Root:
             make_equal(group.master, group.unit.identify(Action.BUILD))
         # A loop over microbatches ends a step as well, as it begins or is left, without asking the root.
         shared.microbatch.at_end_of_step.append(self._end_step)
-
-    @property
-    def microbatch(self) -> Microbatch:
-        """Which microbatch this is."""
-        return self.shared.microbatch
 
     @property
     def changes(self) -> int:
@@ -129,21 +108,6 @@ class Root:
             # A loop ends a step even where nothing has begun: once more for each step.
             if group.state.is_of_a_step:
                 group.end_step()
-
-    def call_before_shutdown(self, method: Callable[[], None]) -> None:
-        """Calls a bound method before any of this model's process groups is destroyed, or Python ends.
-
-        A communicator of NCCL waits for the CUDA graphs that launch its collectives.  Unless they are freed
-        first, `destroy_process_group()` never returns.
-        """
-        for ranks in self.identity.communicators:
-            if ranks.group is not None:
-                call_before_shutdown(ranks.group, method, also_at_exit=True)
-
-    @property
-    def unit(self) -> Unit:
-        """The root module's own unit."""
-        return self.units[0]
 
     @property
     def reduces(self) -> bool:
@@ -161,12 +125,18 @@ class Root:
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
             masters = [(group.unit.prefix, group.master) for group in self.groups]
-            identity = self.units[0].identify(Action.VALUES)
-            require_same_first_values(masters, self.identity.communicators, identity)
+            first = self.unit.identify(Action.VALUES)
+            require_same_first_values(masters, self.identity.communicators, first)
             for group in self.groups:
                 group.master.first_digests.clear()
             self._has_begun = True
-        self._compare_inputs(inputs)
+        tensor_ranks = self.unit.grid.tensor  # All units have the same ones.
+        if tensor_ranks.size > 1 and self.is_checked:
+            # They share layers, and exchange parts of inputs, which have to be of equal size.
+            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+            is_early = self.microbatch.steps_reduced == 0
+            identity = Identity.counting(Action.INPUTS, elements, self.identity, is_early)
+            declare(tensor_ranks, identity, self.shared.device)
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, such as an average, written uncounted through `.data`.
@@ -178,17 +148,8 @@ class Root:
         tape = current_tape()
         # A reentrant checkpoint runs a training forward under no_grad first.
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
-            self.shared.scales.begin_forward(self.versions)
+            self.begin_scales()
         self.in_forward = True
-
-    def _compare_inputs(self, inputs: object) -> None:
-        """Checks that ranks which share layers have inputs of equal size: they exchange parts of these."""
-        if self._tensor_ranks and self.is_checked:
-            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
-            is_early = self.microbatch.steps_reduced == 0
-            identity = Identity.counting(Action.INPUTS, elements, self.identity, is_early)
-            for ranks in self._tensor_ranks:
-                declare(ranks, identity, self.shared.device)
 
     @property
     def is_checked(self) -> bool:
@@ -198,8 +159,22 @@ class Root:
     def look_at_user(self) -> None:
         """Checks what the user may have done to the parameters, before anything is gathered."""
         self.look_at_ranks()
-        self._require_own_memory()
-        self._require_no_hooks()
+        # All units before any is gathered: ranks may hold parts of different ones.
+        for group in self.groups:
+            if group.master.has_moved:
+                raise RuntimeError(
+                    f"a parameter of unit {group.name} was given other memory (p.data = ...), from which "
+                    "nothing is gathered; write into it instead: p.data.copy_(...)"
+                )
+            # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
+            # `UnreducedMarks.follow`.
+            counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
+            if max(counts, default=1) > 1:
+                name = group.unit.prefix + group.master.local_shard_name(counts.index(max(counts)))
+                raise RuntimeError(
+                    f"parameter {name} has a tensor hook (register_hook), which would never run; use "
+                    "register_post_accumulate_grad_hook, or register it before the model is sharded"
+                )
         self.require_no_writes()
 
     def require_no_writes(self) -> None:
@@ -213,35 +188,9 @@ class Root:
         if self.backward.has_failed:
             self.abandon_step()
 
-    @property
-    def versions(self) -> list[Version]:
-        """Versions of all master shards."""
-        return [group.master.version for group in self.groups]
-
-    def _require_own_memory(self) -> None:
-        """Checks all units before any is gathered: ranks may hold parts of different ones."""
-        for group in self.groups:
-            if group.master.has_moved:
-                raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory (p.data = ..., "
-                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
-                    "p.data.copy_(...)"
-                )
-
-    def _require_no_hooks(self) -> None:
-        """Checks that the optimizer's parameters have no tensor hooks: no graph leads to them."""
-        for group in self.groups:
-            # The first one is the engine's, see `UnreducedMarks`.
-            counts = [len(hooks) for hooks in map(_HOOKS, group.master.parameters)]
-            for number, count in enumerate(counts if max(counts, default=1) > 1 else ()):
-                if count > 1:
-                    name = group.unit.prefix + group.master.local_shard_name(number)
-                    raise RuntimeError(
-                        f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
-                        "this rank's part, and its gradient comes from a reduction; use "
-                        "register_post_accumulate_grad_hook, which runs when .grad is there, or register the "
-                        "hook before the model is sharded"
-                    )
+    def begin_scales(self) -> None:
+        """Lets layers note the FP8 scales that they use, until the forward ends."""
+        self.shared.scales.begin_forward([group.master.version for group in self.groups])
 
     def _refresh_scales(self) -> None:
         for scales in self._weight_scales:
@@ -273,17 +222,14 @@ class Root:
         if any(group.master.is_offloaded for group in self.groups):
             self.shared.gather_stream.synchronize()
 
-    def forget_forward(self) -> None:
-        """Ends a forward that has failed, and that other ranks may not have run."""
-        self.in_forward = False
-        self.calls.clear()
-        self.shared.scales.end_forward()
-        self.order.forget()
-
     @never_traced
     def fail_forward(self) -> None:
         """Cleans up after the outermost forward raised; without a backward, gradients are untouched."""
-        self.forget_forward()
+        self.in_forward = False
+        self.calls.clear()
+        self.shared.scales.end_forward()
+        # Other ranks may not have run it.
+        self.order.forget()
         if torch.is_grad_enabled():
             self.abandon_step()
         else:
@@ -292,7 +238,7 @@ class Root:
     def _free_parameters(self) -> None:
         for unit in self.units:
             unit.reshard()
-        self._expire()
+            unit.expire()
 
     def _expire(self) -> None:
         for unit in self.units:
@@ -321,9 +267,7 @@ class Root:
             raise RuntimeError("unsharded() inside a forward or backward; call it before or after")
         # Contexts may be nested: the inner one gathers and frees nothing.
         fresh = [unit for unit in self.units if not unit.is_kept]
-        look(self.identity)
-        self._require_own_memory()
-        self.require_no_writes()
+        self.look_at_user()
         self._expire()
         self.follow_user()
         self._refresh_scales()
@@ -334,10 +278,9 @@ class Root:
             yield
         finally:
             for unit in fresh:
-                # In this order: a unit that is kept ignores both calls.
                 unit.is_kept = False
-                unit.reshard()
-                unit.expire()
+            # Not those of an outer context: a unit that is kept ignores this.
+            self._free_parameters()
 
     def begin_backward(self, forward: Forward | None = None) -> int:
         """Begins a backward at its first event, and is called by later ones, too; returns its number.
@@ -349,8 +292,7 @@ class Root:
         if not self.backward.is_running(number):
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    "create_graph=True is not supported: second derivatives would need parameters that are "
-                    "freed by then"
+                    "create_graph=True is not supported: it would need parameters that are freed by then"
                 )
             if self.backward.has_failed:
                 self.abandon_step()
@@ -403,7 +345,7 @@ class Root:
         self.backward.close()
         self.microbatch.awaits_gradients = False
         # Running reductions first: they read buffers that units are about to drop.
-        self.reducer.abandon()
+        self.reducer.forget()
         for unit in self.units:
             unit.abandon()
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.

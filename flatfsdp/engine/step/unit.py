@@ -11,21 +11,69 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
-from flatfsdp.engine.step.derived import DerivedWeights
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import ShardState, Shared, UnitMember
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import running_backward
+
+_Saved = tuple[list[weakref.ref[Tensor]], Callable[[], Sequence[Tensor]]]
+"""What one forward has made of one weight, and what makes tensors with the same contents again."""
+
+
+class DerivedWeights:
+    """What layers make of gathered weights, such as FP8 copies, and graphs of one unit's forwards have saved.
+
+    They are freed with the parameters, and are there again, with the same bits, in the backward.
+    `compat/sharded/transformer_engine.py` finds them.
+    """
+
+    def __init__(self) -> None:
+        self._there: list[_Saved] = []
+        self._freed: list[_Saved] = []
+
+    def add(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
+        """Adds what one forward has made of one weight.
+
+        Args:
+            tensors: what autograd may save; only weak references are kept.
+            again: makes tensors with the same contents from the gathered weight.
+        """
+        self._there.append(([weakref.ref(tensor) for tensor in tensors], again))
+
+    def free(self) -> None:
+        """Frees the memory of what is still saved."""
+        saved = self._freed + self._there
+        if saved:
+            self._freed, self._there = _alive(saved), []
+        for references, _ in self._freed:
+            for reference in references:
+                if (tensor := reference()) is not None:
+                    # Autograd has saved the tensor, not its memory, which `.data` changes uncounted.
+                    tensor.data = tensor.new_empty(0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Fills the freed ones with what they held; the weights are gathered."""
+        saved, self._freed = _alive(self._freed), []
+        for references, again in saved:
+            for reference, value in zip(references, again(), strict=True):
+                if (tensor := reference()) is not None:
+                    tensor.data = value
+        self._there += saved
+
+
+def _alive(saved: list[_Saved]) -> list[_Saved]:
+    """Those that a graph may still need."""
+    return [each for each in saved if any(reference() is not None for reference in each[0])]
 
 
 class Unit(UnitMember):
@@ -38,8 +86,6 @@ class Unit(UnitMember):
         uses: number of running calls of the module, or of parts of it.
         is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
         writes_back: whether these are written back at the end.
-        casts: hooks that cast inputs of modules, while it is the outermost unit.
-        casts_to: dtype to which a first argument in FP32 is cast; None casts nothing.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         writes: check for in-place writes to gathered parameters.
@@ -53,11 +99,9 @@ class Unit(UnitMember):
         self.lister: weakref.ref[nn.Module] | None = None
         self.uses = 0
         self.is_whole = self.writes_back = False
-        self.casts: list[RemovableHandle] = []
-        self.casts_to: torch.dtype | None = None
         self.is_kept = False
         self.keep_as_root = True
-        self.writes = WriteCheck()
+        self.writes = WriteCheck(self.groups)
         self.derived = DerivedWeights()
         # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
         # separately.
@@ -71,11 +115,6 @@ class Unit(UnitMember):
         """Adds a flat group to the unit."""
         self.groups.append(group)
         self.writes.add(group)
-
-    @property
-    def trained(self) -> list[FlatGroup]:
-        """The groups that are trained now."""
-        return [group for group in self.groups if group.trains]
 
     @property
     def is_sharded(self) -> bool:
@@ -104,24 +143,19 @@ class Unit(UnitMember):
         with stream.after_compute():
             for group in missing:
                 group.compute_shard.cast()
-            self._gather(missing, action)
+            if nbytes := sum(group.gathered_bytes for group in missing):
+                with (
+                    self.moving("all_gather", "gather", nbytes),
+                    launch(self.grid.shard, self.identify(action), self.shared.device, len(missing)),
+                ):
+                    for group in missing:
+                        group.gather()
             for group in untransposed:
                 group.transpose()
         # One event for all: the compute stream waits for the unit as a whole.
         event = stream.mark()
         for group in {*missing, *untransposed}:
             group.started(event)
-
-    def _gather(self, groups: list[FlatGroup], action: Action) -> None:
-        nbytes = sum(group.gathered_bytes for group in groups)
-        if not nbytes:
-            return
-        with (
-            self.moving("all_gather", "gather", nbytes),
-            launch(self.grid.shard, self.identify(action), self.shared.device, len(groups)),
-        ):
-            for group in groups:
-                group.gather()
 
     def show(self, action: Action, ahead: Iterable[Unit] = ()) -> None:
         """Gathers the parameters, and lets the module see them.
@@ -165,19 +199,16 @@ class Unit(UnitMember):
     @property
     def backward_done(self) -> bool:
         """Whether all gradients of the running backward have landed; a nested one counts separately."""
-        return self._num_awaited > 0 and self._all_landed_in(running_backward())
-
-    @property
-    def _num_awaited(self) -> int:
-        awaited = 0
-        for group in self.groups:  # faster than a sum, and asked for at each landing
-            if group.is_awaited:
-                awaited += group.num_trained
-        return awaited
+        is_awaited = any(group.is_awaited and group.num_trained for group in self.groups)
+        return is_awaited and self._all_landed_in(running_backward())
 
     def _all_landed_in(self, backward: int) -> bool:
-        landed = sum(len(self._landed.get((backward, group), ())) for group in self.groups)
-        return landed >= self._num_awaited or (backward in self._empty_in and not landed)
+        landed = awaited = 0
+        for group in self.groups:  # faster than sums, and asked for at each landing
+            landed += len(self._landed.get((backward, group), ()))
+            if group.is_awaited:
+                awaited += group.num_trained
+        return landed >= awaited or (backward in self._empty_in and not landed)
 
     def _free_after_backward(self) -> None:
         if self.policy.reshard_after_forward or self.shared.microbatch.is_last:

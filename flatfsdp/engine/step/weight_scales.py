@@ -14,27 +14,26 @@ Nothing is remembered from step to step, so a checkpoint has nothing to save of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.recipe import CurrentScaling
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 
 
-def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
+def weight_scales(groups: Sequence[FlatGroup]) -> list[WeightScales]:
     """Makes the scales of a model's FP8 weights: one object for each set of ranks that shards some."""
     by_ranks: dict[Ranks, list[FP8Shard]] = {}
     for group in groups:
         if isinstance(group.compute_shard, FP8Shard):
             by_ranks.setdefault(group.grid.shard, []).append(group.compute_shard)
-    return [WeightScales(members, ledger) for members in by_ranks.values()]
+    return [WeightScales(members) for members in by_ranks.values()]
 
 
 class WeightScales:
@@ -44,18 +43,15 @@ class WeightScales:
         ValueError: if units want different scales.
     """
 
-    def __init__(self, shards: Sequence[FP8Shard], ledger: ByteLedger) -> None:
+    def __init__(self, shards: Sequence[FP8Shard]) -> None:
         self._shards = shards
-        self._ledger = ledger
         masters = [shard.master for shard in shards]
         self._unit, self._ranks = masters[0].unit, masters[0].grid.shard
-        self._recipe = self._unit.policy.precision.fp8_weights
+        self._recipe: Any = self._unit.policy.precision.fp8_weights
         for unit in (master.unit for master in masters):
-            theirs = unit.policy.precision.fp8_weights
-            if theirs != self._recipe:
+            if (theirs := unit.policy.precision.fp8_weights) != self._recipe:
                 raise ValueError(
-                    f"unit {unit.name} has fp8_weights={theirs!r}, but unit {self._unit.name} "
-                    f"{self._recipe!r}; make them equal"
+                    f"unit {unit.name} has fp8_weights={theirs!r}, others {self._recipe!r}; make them equal"
                 )
         runs = [run for master in masters for run in master.layout.runs]
         self._num_runs = len(runs)
@@ -76,18 +72,14 @@ class WeightScales:
         if self._ranks.size > 1:
             with launch(self._ranks, self._unit.identify(Action.SCALE), amax.device):
                 raise_to_largest(amax, self._ranks)
-            self._ledger.add("amax", amax.numel() * amax.element_size())
+            self._unit.shared.ledger.add("amax", amax.nbytes)
         if self._num_runs < amax.numel():
             # A NaN of one slot is one of its whole run.
             of_runs = amax.new_zeros(self._num_runs).scatter_reduce(0, self._run_of, amax, "amax")
             amax = of_runs[self._run_of]
-        recipe = self._recipe
-        assert isinstance(recipe, CurrentScaling)
+        largest = torch.full_like(amax, torch.finfo(FP8_DTYPE).max)
         scales = current_scales(
-            amax,
-            torch.full_like(amax, torch.finfo(FP8_DTYPE).max),
-            epsilon=recipe.amax_epsilon,
-            power_of_two=recipe.power_of_two_scales,
+            amax, largest, epsilon=self._recipe.amax_epsilon, power_of_two=self._recipe.power_of_two_scales
         )
         scale, scale_inv = align_inverses(scales)
         sizes = [shard.amax.numel() for shard in self._shards]

@@ -6,46 +6,39 @@ Out:  inside `whole_units`, what `summon_full_params` and `state_dict` show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.whole.units import UnitModule, root_of
+from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.options import Gathering
 
-_of_state_dicts: ContextVar[Gathering | None] = ContextVar("flatfsdp_state_dict_gathering", default=None)
-
-
-def state_dict_gathering() -> Gathering:
-    """The ranks that get the parameters in a `state_dict()` that is called now."""
-    return _of_state_dicts.get() or Gathering()
+_EVERYWHERE = Gathering()
+state_dict_gathering: ContextVar[Gathering] = ContextVar("flatfsdp_state_dicts", default=_EVERYWHERE)
+"""The ranks that get the parameters in a `state_dict()` that this thread calls now."""
 
 
 @contextmanager
 def state_dicts_gathered(gathering: Gathering) -> Iterator[None]:
     """Context in which `state_dict()`, called by this thread, gathers to these ranks."""
-    token = _of_state_dicts.set(gathering)
+    token = state_dict_gathering.set(gathering)
     try:
         yield
     finally:
-        _of_state_dicts.reset(token)
-
-
-def whole_for_state_dict(unit: UnitModule) -> AbstractContextManager[None]:
-    """Context in which a `state_dict()` finds the parameters of this unit.  Collective."""
-    root_of(unit)
-    return whole_units([unit], state_dict_gathering(), writeback=False)
+        state_dict_gathering.reset(token)
 
 
 @contextmanager
-def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
     """Context in which these units have ordinary parameters.  Collective, at both ends.
 
     Units that have them already are left alone.
@@ -61,10 +54,10 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
             was frozen or unfrozen; on the other ranks, if with `rank0_only` the first one fails.  Nothing is
             written back then.
     """
-    fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
-    for unit in fresh:
-        unit.fsdp_state.writes.require_none()
-    groups = [group for unit in fresh for group in unit.fsdp_state.groups]
+    fresh = [unit.fsdp_state for unit in units if not unit.fsdp_state.is_whole]
+    for state in fresh:
+        state.writes.require_none()
+    groups = [group for state in fresh for group in state.groups]
     if gathering.rank0_only:
         require_same_ranks((group.master for group in groups), "gathering to one rank")
     gathered = [_Gathered(group, gathering) for group in groups]
@@ -72,26 +65,15 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
     settle(groups)
     for each in gathered:
         each.register()
-    listers = [
-        (lister, group.flat_name, group.master.flat)
-        for unit in fresh
-        if unit.fsdp_state.lister is not None and (lister := unit.fsdp_state.lister()) is not None
-        for group in unit.fsdp_state.groups
-    ]
-    for lister, name, flat in listers:
-        # It stays an attribute, but is not registered.
-        del lister._parameters[name]
-        vars(lister)[name] = flat
-    for unit in fresh:
-        unit.fsdp_state.is_whole, unit.fsdp_state.writes_back = True, writeback
-    failure: BaseException | None = None
+    for state in fresh:
+        _list_flats(state, are_listed=False)
+        state.is_whole, state.writes_back = True, writeback
+    failure: str | None = None
     try:
         yield
         for each in gathered:
-            each.require_same_flags()
+            each.require_unchanged(writeback=writeback)
         if writeback:
-            for each in gathered:
-                each.require_unwritten()
             # All of them are checked before the first one is copied.
             has_values = [each for each in gathered if each.views]
             replaced = [write for each in has_values for write in each.group.binding.replaced(each.views)]
@@ -99,18 +81,16 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
                 for view, value in replaced:
                     view.copy_(value)
     except BaseException as error:
-        failure = error
+        failure = repr(error)
         raise
     finally:
-        for unit in fresh:
-            unit.fsdp_state.is_whole = unit.fsdp_state.writes_back = False
-        for lister, name, flat in listers:
-            del vars(lister)[name]
-            lister._parameters[name] = flat
+        for state in fresh:
+            state.is_whole = state.writes_back = False
+            _list_flats(state, are_listed=True)
         for group in groups:
             group.params.rebind()
-        problem = None if failure is None else repr(failure)
         if writeback and gathered:
+            problem = failure
             if gathering.rank0_only:
                 # Otherwise the others would wait in the scatter for values of a rank that has failed.
                 master = groups[0].master
@@ -119,9 +99,16 @@ def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback:
                 for each in gathered:
                     each.store(from_rank0=gathering.rank0_only)
             elif failure is None:
-                raise RuntimeError(
-                    f"parameters were not written back, because the first rank failed: {problem}"
-                )
+                raise RuntimeError(f"parameters were not written back; the first rank failed: {problem}")
+
+
+def _list_flats(state: Unit, *, are_listed: bool) -> None:
+    """Lets the wrapper that lists flat parameters, if there is one, register them; or have them unlisted."""
+    if state.lister is not None and (lister := state.lister()) is not None:
+        places: list[dict[str, Any]] = [lister._parameters, vars(lister)]
+        to, source = places if are_listed else places[::-1]
+        for group in state.groups:
+            to[group.flat_name] = source.pop(group.flat_name)
 
 
 class _Gathered:
@@ -149,8 +136,13 @@ class _Gathered:
         for slot, parameter in zip(self.group.layout.slots, self.parameters, strict=False):
             TAKEN_AS.leave(parameter, slot.name)
 
-    def require_same_flags(self) -> None:
-        """Raises RuntimeError if a parameter was frozen or unfrozen: its slot would not follow."""
+    def require_unchanged(self, *, writeback: bool) -> None:
+        """Checks for changes that would be lost.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen, as its slot would not follow; with
+                `writeback`, if the shard was written to meanwhile.
+        """
         layout, flags = self.group.layout, self.group.flags
         for slot, trains, parameter in zip(layout.slots, flags, self.parameters, strict=False):
             if parameter.requires_grad != trains:
@@ -158,10 +150,7 @@ class _Gathered:
                     f"requires_grad of parameter {self.group.unit.prefix}{slot.name} was changed while it "
                     "was summoned, which would be lost; call requires_grad_() outside of the block"
                 )
-
-    def require_unwritten(self) -> None:
-        """Raises RuntimeError if the shard was written to meanwhile, whose values would be lost."""
-        if self.group.master.version != self._version:
+        if writeback and self.group.master.version != self._version:
             raise RuntimeError(
                 f"the shards of unit {self.group.name} were written to (by an optimizer, or by loading) "
                 "while its full parameters were summoned, and would be overwritten; do that outside the block"

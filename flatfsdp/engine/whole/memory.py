@@ -21,7 +21,6 @@ from flatfsdp.options import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
-RESERVED = "reserved, with the recordings"
 
 
 class Size(NamedTuple):
@@ -29,11 +28,13 @@ class Size(NamedTuple):
 
     Attributes:
         placement: whether tensor-parallel ranks split it or each have all of it; None without them.
+        stays: whether recorded microbatches keep it, although it would live for a part of a step only.
     """
 
     numel: int
     dtype: torch.dtype
     placement: Placement | None = None
+    stays: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +64,12 @@ class MemoryRow:
     placement: Placement | None = None
 
     @property
-    def label(self) -> str:
-        """The buffer's name, with its placement."""
-        return self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
+    def cells(self) -> list[str]:
+        """The row in a table."""
+        label = self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
+        dtype, sizes = str(self.dtype).removeprefix("torch."), (self.total, self.at_a_time)
+        gib = [f"{nbytes / GIB:.3f}" for nbytes in sizes]
+        return [label, self.owner, dtype, str(self.count), *gib, self.lives]
 
 
 @dataclass(frozen=True)
@@ -93,35 +97,21 @@ class MemoryReport:
 
     def __str__(self) -> str:
         heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
-        lines = [
-            [row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)]
-            + [f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)]
-            + [row.lives]
-            for row in self.rows
-        ]
-        table = plain_table([heads, *lines], right=(3, 4, 5))
+        table = plain_table([heads, *(row.cells for row in self.rows)], right=(3, 4, 5))
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
 GroupSizes = Mapping[str, Size]
-"""Sizes of one flat group's buffers on this rank's device, by buffer, as far as the group has them.
+"""Sizes of one flat group's buffers on this rank's device, by buffer, as far as the group has them."""
 
-A buffer that lives for a part of a step is under another name if recorded microbatches keep it.
-"""
-
-_FOR_REPLAYS = ", for replays"
 _BUFFERS = (
     ("master shard", "MasterShard", ALWAYS),
     ("compute shard", "ComputeShard", ALWAYS),
     ("optimizer state", "the optimizer", ALWAYS),
-    ("flat buffer" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
-    ("transposed weights" + _FOR_REPLAYS, "FP8Weights", ALWAYS),
-    ("main_grad" + _FOR_REPLAYS, "MainGrad", ALWAYS),
-    ("reduced gradient" + _FOR_REPLAYS, "FlatGroup", ALWAYS),
     ("flat buffer", "FlatGroup", "unshard to reshard"),
     ("transposed weights", "FP8Weights", "unshard for backward to reshard"),
     ("main_grad", "MainGrad", "first gradient to reduction"),
-    ("reduced gradient", "the optimizer", "reduction to zero_grad"),
+    ("reduced gradient", "MasterShard", "reduction to zero_grad"),
 )
 """All buffers, in the order of the report: name, owner and lifetime."""
 
@@ -129,17 +119,18 @@ _GATHERED = ("flat buffer", "transposed weights")
 """Those of them that only the root, the running unit and those gathered ahead have at one time."""
 
 
-def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
+def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
     state = [] if optimizer is None else _state_of(root.groups, optimizer)
     frees = any(group.unit.policy.reshard_after_forward for group in root.groups)
-    report = report_of(sizes_of(root), state, units_ahead(prefetch) if frees else None)
+    report = report_of(sizes_of(root), state, units_ahead(root.unit.policy.prefetch) if frees else None)
     pools = [pool.nbytes for pool in root.pools if pool.nbytes]
     if not pools:
         return report
     # Activations, and buffers that live only within a recording: bytes without a dtype of their own.
     kind, total = ("pool of recordings", "flatfsdp.replayed", torch.uint8), sum(pools)
-    return MemoryReport((*report.rows, MemoryRow(*kind, len(pools), total, total, RESERVED)))
+    row = MemoryRow(*kind, len(pools), total, total, "reserved, with the recordings")
+    return MemoryReport((*report.rows, row))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
@@ -163,13 +154,15 @@ def report_of(
     for buffer, owner, lives in _BUFFERS:
         found = [[sizes[buffer] for sizes in unit if buffer in sizes] for unit in of_units]
         for kind in dict.fromkeys(size[1:] for unit in found for size in unit):
+            dtype, placement, stays = kind
             of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in found]
             each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
             at_a_time = sum(each)
-            if ahead is not None and buffer in _GATHERED:
+            if ahead is not None and buffer in _GATHERED and not stays:
                 # The root's own stay from its forward to its backward.
                 at_a_time = each[0] + largest_window(each[1:], ahead)
-            rows.append(MemoryRow(buffer, owner, kind[0], count, sum(each), at_a_time, lives, kind[1]))
+            name, life = (f"{buffer}, for replays", ALWAYS) if stays else (buffer, lives)
+            rows.append(MemoryRow(name, owner, dtype, count, sum(each), at_a_time, life, placement))
     return MemoryReport(tuple(rows))
 
 
@@ -183,24 +176,20 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
     layout, master, shard, main_grad = group.layout, group.master, group.compute_shard, group.main_grad
     placement = None if group.grid.tensor.size == 1 else layout.placement
     sizes: dict[str, Size] = {}
-
-    def add(buffer: str, numel: int, dtype: torch.dtype, *, stays: bool = False) -> None:
-        sizes[buffer + _FOR_REPLAYS if stays else buffer] = Size(numel, dtype, placement)
-
     if not master.is_offloaded:
-        add("master shard", master.flat.numel(), master.flat.dtype)
+        sizes["master shard"] = Size(master.flat.numel(), master.flat.dtype, placement)
     if shard.has_own_memory:
-        add("compute shard", shard.tensor.numel(), shard.tensor.dtype)
+        sizes["compute shard"] = Size(shard.tensor.numel(), shard.tensor.dtype, placement)
     for name, flat in (("flat buffer", group.buffer), ("transposed weights", group.operands.columnwise)):
         if flat is not None:
-            add(name, flat.tensor.numel(), flat.tensor.dtype, stays=flat.stays)
+            sizes[name] = Size(flat.tensor.numel(), flat.tensor.dtype, placement, flat.stays)
     if group.trains:
         # Not by its tensor, which comes and goes within a step: a report is the same at any time.
         padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
-        add("main_grad", padded, dtype, stays=main_grad is not None and main_grad.stays)
-    if group.trains and not master.is_offloaded:
-        kept = group.kept_grad is not None
-        add("reduced gradient", master.flat.numel(), master.grad_dtype, stays=kept)
+        sizes["main_grad"] = Size(padded, dtype, placement, main_grad is not None and main_grad.stays)
+        if not master.is_offloaded:
+            kept, numel = group.kept_grad is not None, master.flat.numel()
+            sizes["reduced gradient"] = Size(numel, master.grad_dtype, placement, kept)
     return sizes
 
 
@@ -208,10 +197,9 @@ def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
     """Yields the buffers that a group has now, with their names in the report."""
     yield "master shard", group.master.flat
     yield "compute shard", group.compute_shard.tensor
-    if group.buffer is not None:
-        yield "flat buffer", group.buffer.tensor
-    if group.operands.columnwise is not None:
-        yield "transposed weights", group.operands.columnwise.tensor
+    for name, flat in (("flat buffer", group.buffer), ("transposed weights", group.operands.columnwise)):
+        if flat is not None:
+            yield name, flat.tensor
     if group.main_grad is not None and group.main_grad.tensor is not None:
         yield "main_grad", group.main_grad.tensor
     for grad in group.master.grads:

@@ -22,10 +22,10 @@ _Taken = tuple[MasterShard, ParamSlot, nn.Parameter | None]
 
 
 COPIED = (
-    "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
-    "ranks; copy it before sharding, or save its state_dict()"
+    "a sharded module, or a part of one, cannot be copied or pickled: its parameters are spread over ranks; "
+    "copy the plain module before it is sharded, or save its state_dict()"
 )
-"""Words for a copy of one module of a unit."""
+"""Words for a copy of a module in a unit."""
 
 
 class _Hook(partial[None]):
@@ -58,19 +58,10 @@ def _refuse_parts(state: Unit, module: nn.Module, prefix: str, keep_vars: bool) 
         )
 
 
-def _load(
-    state: Unit,
-    taken: dict[str, _Taken],
-    _: nn.Module,
-    values: Any,
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _load(state: Unit, taken: dict[str, _Taken], _: nn.Module, *arguments: Any) -> None:
     """Takes this rank's part of each value, which the module then copies to what it lists."""
+    # As PyTorch passes them to `_load_from_state_dict`, whose hook this is.
+    values, prefix, metadata, strict, missing, _unexpected, errors = arguments
     if state.is_whole:
         return
     # With `assign=True` the module would list whole tensors in place of its parts.

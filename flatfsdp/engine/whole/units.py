@@ -2,12 +2,13 @@
 
 In:   a module, in which some are units.
 Out:  functions that find all units of a model, each with the prefix of its parameters' names.
-Next: `engine/build/build_unit.py` takes the parameters, `engine/api/call.py` runs the module.
+Next: `engine/build/build_unit.py` takes the parameters, `engine/api/classes.py` runs the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -45,13 +46,27 @@ def root_of(module: UnitModule) -> Root:
     if outermost.outer is not None and isinstance(outer := outermost.outer(), UnitModule):
         # A layer that is called before the model around it.
         return root_of(outer)
-    inside: dict[DrivenUnit, str] = {}
-    for prefix, each in units_in(module):
-        # A module with two paths is one unit, under its first name.
-        inside.setdefault(each.fsdp_state, prefix)
-    for unit, prefix in inside.items():
-        unit.prefix = prefix
-    groups = [group for unit in inside for group in unit.groups]
+    inside = {unit.fsdp_state: prefix for unit, prefix in distinct_units(module).items()}
+    before = {unit: unit.prefix for unit in inside}
+    try:
+        for unit, prefix in inside.items():
+            unit.prefix = prefix
+        root = _checked_root(list(inside))
+    except BaseException:
+        # Not used after all: the next call tries again, and units inside may be models of their own.
+        outermost.shared.identity = None
+        for unit, prefix in before.items():
+            unit.prefix = prefix
+        raise
+    for unit in inside:
+        unit.join(root)
+    root.shared.ledger.parameters += sum(slot.numel for group in root.groups for slot in group.layout.slots)
+    return root
+
+
+def _checked_root(units: Sequence[DrivenUnit]) -> Root:
+    """Makes the root of these units, the outermost one first; see `root_of`."""
+    outermost, groups = units[0], [group for unit in units for group in unit.groups]
     lines = [line for group in groups for line in _described(group)]
     shared, policy = outermost.shared, outermost.policy
     # Before the communicators below, which ranks with other models would make in other orders, and hang.
@@ -59,24 +74,25 @@ def root_of(module: UnitModule) -> Root:
     if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
         # Ranks of other roots, which have agreed on another number, share units inside.
         number = 0
-    wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in inside)
+    wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in units)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
         raise ValueError(
-            "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use the "
-            "layers of flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
+            "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use those of "
+            "flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
         )
-    for unit in inside:
-        _require_same_settings(unit, outermost)
-    try:
-        root = Root(list(inside), policy, shared, number)
-    except BaseException:
-        # Not used after all: the next call tries again.
-        shared.identity = None
-        raise
-    for unit in inside:
-        unit.join(root)
-    shared.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
-    return root
+    settings = [_settings_of_the_model(unit) for unit in units]
+    for unit, own in zip(units, settings, strict=True):
+        for what, mine in settings[0].items():
+            if own[what] != mine:
+                about = f"{own[what]!r}, not {mine!r}; pass the same to both"
+                raise ValueError(f"unit {unit.name} has another {what} than its root: {about}")
+    return Root(units, number)
+
+
+def _settings_of_the_model(unit: DrivenUnit) -> dict[str, Any]:
+    """Settings of a unit that the whole model must share, by name."""
+    of_policy = {name: getattr(unit.policy, name) for name in ("grad_sync", "prefetch", "timeout")}
+    return {"device": unit.shared.device, "tp_group": unit.grid.tensor.name, **of_policy}
 
 
 def _described(group: FlatGroup) -> Iterator[str]:
@@ -96,23 +112,6 @@ def _described(group: FlatGroup) -> Iterator[str]:
     yield f"{group.name}: {group.unit.policy}"
 
 
-def _require_same_settings(inner: DrivenUnit, outer: DrivenUnit) -> None:
-    """Checks settings that the whole model must share.
-
-    Raises:
-        ValueError: if one of them differs.
-    """
-    ours, theirs = outer.shared.device, inner.shared.device
-    if theirs != ours:
-        raise ValueError(f"unit {inner.name} is on {theirs}, but its root on {ours}")
-    if inner.grid.tensor != outer.grid.tensor:
-        raise ValueError(f"unit {inner.name} has another tp_group than its root; pass the same one to both")
-    for what in ("grad_sync", "prefetch", "timeout"):
-        mine, its = getattr(outer.policy, what), getattr(inner.policy, what)
-        if its != mine:
-            raise ValueError(f"unit {inner.name} has {what}={its!r}, but its root {mine!r}; make them equal")
-
-
 Model = nn.Module | Sequence[nn.Module]
 """A model, or this rank's stages of one, in which layers have the names of the whole model."""
 
@@ -128,9 +127,12 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
             yield prefix, each
 
 
-def distinct_units(module: nn.Module) -> list[UnitModule]:
-    """Every unit in `module` once, in registration order, itself included."""
-    return list(dict.fromkeys(unit for _, unit in units_in(module)))
+def distinct_units(module: nn.Module) -> dict[UnitModule, str]:
+    """Every unit in `module` once, in registration order, itself included, with its first name prefix."""
+    found: dict[UnitModule, str] = {}
+    for prefix, unit in units_in(module):
+        found.setdefault(unit, prefix)
+    return found
 
 
 def stages_of(model: Model) -> list[nn.Module]:
@@ -148,11 +150,9 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     """
     units: dict[UnitModule, str] = {}
     for stage in stages_of(model):
-        found = list(units_in(stage))
-        if not found:
+        if not (found := distinct_units(stage)):
             raise ValueError(f"{type(stage).__name__} contains no unit of FlatFSDP; shard or wrap it first")
-        for prefix, unit in found:
-            units.setdefault(unit, prefix)
+        units |= found
     for unit in units:
         root_of(unit)
     return [(prefix, group) for unit, prefix in units.items() for group in unit.fsdp_state.groups]

@@ -135,7 +135,7 @@ def in_place(name: str, _: pytest.CaptureFixture[str]) -> None:
 def fp8_layers(name: str, _: pytest.CaptureFixture[str]) -> None:
     batches = [(torch.randn(16, 2, 32), torch.randn(16, 2, 32)) for _ in range(3)]
     found = run(BLOCKS[name], batches=batches)
-    assert found["model"].microbatch.is_last
+    assert found["model"].fsdp_state.shared.microbatch.is_last
     assert all(parameter.grad is not None for parameter in found["model"].parameters())
 
 

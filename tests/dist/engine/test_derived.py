@@ -111,4 +111,4 @@ def test_evaluations_and_dropped_graphs_leave_nothing(rank: int) -> None:
         model(*batches(1)).backward()
     for layer in model.layers:
         layer.fsdp_state.derived.free()
-        assert layer.fsdp_state.derived._saved == []
+        assert layer.fsdp_state.derived._freed == []

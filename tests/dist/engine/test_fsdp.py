@@ -316,7 +316,7 @@ def sparse_parameter() -> None:
             ValueError,
             r"weight is float64.*param=torch\.fl",
         ),
-        (lambda: FlatFSDP("model", optimize_backward_concat=False), TypeError, "wraps an nn.Module"),
+        (lambda: FlatFSDP("model", optimize_backward_concat=False), TypeError, "takes a module"),
         (
             lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16, optimize_backward_concat=False),
             TypeError,

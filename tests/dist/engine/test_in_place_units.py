@@ -79,4 +79,4 @@ def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, r
         torch.testing.assert_close(loss, expected)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-    assert model.ledger.calls["reduce"] == 3 * 4
+    assert model.fsdp_state.shared.ledger.calls["reduce"] == 3 * 4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatfsdp import Precision, by_class, shard
-from flatfsdp.engine.step.input_casts import is_cast
+from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.ranks import on_ranks

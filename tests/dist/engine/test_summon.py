@@ -90,6 +90,18 @@ def test_changes_are_written_back_or_not(
 
 
 @on_ranks(2)
+def test_other_ranks_than_the_first_list_their_shards(rank: int) -> None:
+    model, plain = pair()
+    outside = dict(model.named_parameters())
+    with model.summon_full_params(rank0_only=True):
+        inside = dict(model.named_parameters())
+    assert list(inside) == list(outside) == list(dict(plain.named_parameters()))
+    whole = [parameter.shape for parameter in plain.parameters()]
+    assert [parameter.shape for parameter in inside.values()] == whole or rank > 0
+    assert all(inside[name] is shard for name, shard in outside.items()) is (rank > 0)
+
+
+@on_ranks(2)
 def test_one_unit_alone() -> None:
     model, plain = pair()
     with model.summon_full_params(recurse=False):
@@ -179,7 +191,7 @@ def test_nothing_is_lost_or_written_by_halves() -> None:
         with model.summon_full_params(writeback=False), model.summon_full_params():
             pass
 
-    with pytest.raises(RuntimeError, match="inside one without would lose"):
+    with pytest.raises(RuntimeError, match="writes are lost"):
         write_inside_read_only()
 
     def replace_one_badly() -> None:

@@ -386,4 +386,4 @@ def test_b10_nothing_is_concatenated_with_the_flag(
         names = [event.name for event in trace.events()]
         seen.append({name: names.count(name) for name in ("aten::cat", "SplitWithSizesBackward0")})
     assert seen == [{"aten::cat": count, "SplitWithSizesBackward0": count}] * 3
-    assert model.ledger.calls["concat"] == 3 * count
+    assert model.fsdp_state.shared.ledger.calls["concat"] == 3 * count

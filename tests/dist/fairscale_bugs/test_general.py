@@ -113,9 +113,11 @@ def test_p1_checkpointing_around_units_trains_on_fresh_weights(
     for batches, plain_loss in zip(data(rank, 6, 1), expected, strict=True):
         loss = model(batches[0])
         assert torch.equal(loss, plain_loss)
-        gathers = model.ledger.calls["gather"]
+        gathers = model.fsdp_state.shared.ledger.calls["gather"]
         loss.backward()
-        assert model.ledger.calls["gather"] - gathers == UNITS - 1, "once a block; the root is still there"
+        assert model.fsdp_state.shared.ledger.calls["gather"] - gathers == UNITS - 1, (
+            "once a block; the root is still there"
+        )
         assert resident_bytes(model) == [0] * UNITS
         optimizer.step()
         optimizer.zero_grad()

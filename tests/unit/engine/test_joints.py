@@ -417,5 +417,7 @@ def test_a_model_with_packs_is_freed(flag: bool) -> None:
 def test_a_layer_of_a_unit_is_not_copied(copied: Any) -> None:
     """A copy of a layer that is called by nobody but its unit would have a copy of the engine."""
     layer = wrapped(True).module.layers[0].module.qkv
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*copy it before sharding"):
+    with pytest.raises(
+        TypeError, match=r"cannot be copied or pickled.*copy the plain module before it is sharded"
+    ):
         copied(layer)

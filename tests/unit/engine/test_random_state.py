@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from flatfsdp.engine.replay import random_state
-from flatfsdp.engine.replay.random_state import RandomMoves, RecordedRandomStates, watched
+from flatfsdp.engine.replay import graphs
+from flatfsdp.engine.replay.graphs import Graph, RandomMoves, watched
 
 GPU = torch.device("cuda", 0)
 
@@ -55,7 +55,7 @@ class Generator:
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(random_state.torch, "Generator", Generator)
+    monkeypatch.setattr(graphs.torch, "Generator", Generator)
 
 
 def checkpointed(generator: Any, draws: int) -> Callable[[], None]:
@@ -102,7 +102,7 @@ def test_a_recording_draws_where_an_eager_microbatch_does() -> None:
     generator: Any = Generator(offset=100)
     with watched(generator) as moves:
         microbatch(generator)
-    recorded = RecordedRandomStates(generator, moves)
+    recorded = Graph(mock.Mock(), generator, moves)
     # As a graph does: recorded from offset 0 of each state on, and added up in a replay.
     begin = generator.get_offset()
     for state, distance in zip(recorded.states, moves.restored, strict=True):
@@ -116,11 +116,18 @@ def test_a_recording_draws_where_an_eager_microbatch_does() -> None:
 
 def test_a_replay_leaves_the_generator_where_an_eager_microbatch_does() -> None:
     generator: Any = Generator(seed=7, offset=64)
-    recorded = RecordedRandomStates(generator, RandomMoves([16, 40], end=48, draws=True))
-    with recorded.replayed():
+
+    def replay() -> None:
         assert [state.held for state in recorded.states] == [[7, 80], [7, 104]]
         generator.draw(24)  # the graph's own draws from this state
+
+    cuda_graph = mock.Mock(replay=replay)
+    recorded: Any = Graph(cuda_graph, generator, RandomMoves([16, 40], end=48, draws=True))
+    recorded.replay()
     assert generator.held == [7, 112]
+    assert [each.args for each in cuda_graph.register_generator_state.call_args_list] == [
+        (state,) for state in recorded.states
+    ]
 
 
 def test_nothing_is_kept_where_nothing_is_drawn() -> None:
@@ -128,7 +135,7 @@ def test_nothing_is_kept_where_nothing_is_drawn() -> None:
     with watched(generator) as moves:
         microbatch(generator, draws=0)
     assert not moves.draws and len(moves.restored) == 4
-    recorded = RecordedRandomStates(generator, moves)
+    recorded = Graph(mock.Mock(), generator, moves)
     assert not recorded.states
     with recorded.recorded():
         microbatch(generator, draws=0)
@@ -162,7 +169,7 @@ def test_a_seed_is_noticed(seeds: str) -> None:
 
 def test_another_number_of_restores_raises() -> None:
     generator: Any = Generator()
-    recorded = RecordedRandomStates(generator, RandomMoves([0], end=0))
+    recorded = Graph(mock.Mock(), generator, RandomMoves([0], end=0))
     with pytest.raises(RuntimeError, match=r"restored the random state 4 times, where .* did so 1 times"):
         with recorded.recorded():
             microbatch(generator)

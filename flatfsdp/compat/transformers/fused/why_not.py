@@ -16,7 +16,7 @@ from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.contract.mixed import innermost
 from flatfsdp.contract.packed import Pack
-from flatfsdp.engine.step.input_casts import is_cast
+from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.layers.linear import Linear
 
 _hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
