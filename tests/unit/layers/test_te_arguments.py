@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatfsdp import fp8, layers
+from tests.support.assertions import assert_raises
 
 NO_OVERLAP = dict.fromkeys(
     ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"], False
@@ -126,10 +127,8 @@ def test_a_call_takes_what_changes_nothing(layer: str) -> None:
 def test_a_call_refuses_what_would_change_something(layer: str, name: str, value: Any, message: str) -> None:
     sizes, inputs = CALLS[layer]
     made = getattr(te, layer)(*sizes)
-    with pytest.raises(ValueError, match=rf"^{layer}\.forward: .*{message}"):
-        made(*inputs, **{name: value})
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}s'"):
-        made(*inputs, **{f"{name}s": None})
+    assert_raises(ValueError, rf"^{layer}\.forward: .*{message}", made, *inputs, **{name: value})
+    assert_raises(TypeError, f"unexpected keyword argument '{name}s'", made, *inputs, **{f"{name}s": None})
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -145,17 +144,13 @@ def test_a_call_names_our_word(name: str) -> None:
 def test_a_recipe_names_our_word(recipe: str) -> None:
     with pytest.raises(TypeError, match=rf"^{recipe} has no fp8_dpa=: leave it out: attention is"):
         getattr(fp8, recipe)(fp8_dpa=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fp8_dp'"):
-        getattr(fp8, recipe)(fp8_dp=True)
+    assert_raises(TypeError, "unexpected keyword argument 'fp8_dp'", getattr(fp8, recipe), fp8_dp=True)
 
 
 def test_python_says_what_is_wrong_with_the_call() -> None:
-    with pytest.raises(TypeError, match="multiple values for argument 'in_features'"):
-        te.Linear(32, 32, in_features=32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
-        te.Linear(32, 32, biass=True)
-    with pytest.raises(TypeError, match="takes at most 15 positional arguments, not 16"):
-        te.Linear(*range(16))
+    assert_raises(TypeError, "multiple values for argument 'in_features'", te.Linear, 32, 32, in_features=32)
+    assert_raises(TypeError, "unexpected keyword argument 'biass'", te.Linear, 32, 32, biass=True)
+    assert_raises(TypeError, "takes at most 15 positional arguments, not 16", te.Linear, *range(16))
 
 
 def test_layers_as_megatron_core_constructs_them() -> None:
