@@ -202,24 +202,6 @@ def test_masks_made_in_inference_serve_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_gqa_groups": 3}, "num_gqa_groups is 3; it must divide num_attention_heads, 4"),
-        ({"qkv_format": "thd"}, "qkv_format is 'thd'"),
-        ({"attn_mask_type": "alibi"}, "attn_mask_type is 'alibi'"),
-        ({"attention_dropout": 1.0}, r"attention_dropout is 1\.0"),
-        ({"window_size": (3, 1)}, r"window_size is \(3, 1\), which shows keys after the query"),
-        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
-        ({"window_size": (4,)}, r"window_size is \(4,\); it must be two numbers"),
-        ({"window_size": 4}, "window_size is 4; it must be two numbers"),
-    ],
-)
-def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DotProductAttention(HEADS, DIM, **arguments)
-
-
-@pytest.mark.parametrize(
     ("mask_type", "mask", "message"),
     [
         ("causal", torch.zeros(1, 1, 1, SEQ, dtype=torch.bool), "takes no attention_mask"),

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.packed import PACKED_PARTS, leave_packed
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
-from flatfsdp.layers import (
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    LinearCrossEntropy,
-)
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, LinearCrossEntropy
 from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from flatfsdp.layers.attention.slices import add_to_slices
@@ -30,6 +25,7 @@ from flatfsdp.layers.calls import linear, norm_linear, prepare
 from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
+from tests.support.assertions import assert_equal
 from tests.support.foreign_layers import (
     FFN,
     WIDTH,
@@ -44,12 +40,6 @@ from tests.support.foreign_layers import (
 )
 from tests.support.fp8_layers import RECIPES, SHORT, TOKENS
 from tests.support.plain_layers import EPS, error, trained
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
 
 
 @RECIPES

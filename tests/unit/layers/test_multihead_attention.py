@@ -9,26 +9,21 @@ from torch import Tensor, nn
 from flatfsdp.layers.attention.multihead import MultiheadAttention
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from tests.support import plain_layers as plain
-from tests.support.plain_attention import expected_output, trained
+from tests.support.plain_attention import check_sequences, expected_output, trained
 
 SEQ, BATCH, HIDDEN, HEADS = 7, 2, 32, 4
 BOUND = 5e-6
 
 
 def against_plain(layer: MultiheadAttention, seen: Tensor | None, expected: Any, **arguments: Any) -> None:
-    """Compares results and gradients of input and parameters."""
-    x = plain.leaf(BATCH, SEQ, HIDDEN)
-    doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
-    is_sbhd = layer.core_attention.qkv_format == "sbhd"
-    out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
-    reference = expected(layer, doubles["x"], doubles, seen)
-    assert plain.error(out, reference) < BOUND
-    dy = torch.randn_like(out)
-    out.backward(dy)
-    reference.backward(dy.double())
-    for name, tensor in (("x", x), *layer.named_parameters()):
-        assert tensor.grad is not None and doubles[name].grad is not None
-        assert plain.error(tensor.grad, doubles[name].grad) < BOUND, name
+    check_sequences(
+        layer,
+        layer.core_attention.qkv_format,
+        lambda x, state: expected(layer, x, state, seen),
+        (BATCH, SEQ, HIDDEN),
+        BOUND,
+        **arguments,
+    )
 
 
 TRIANGLE = plain.window(SEQ, SEQ, -1, 0)
@@ -204,21 +199,6 @@ def test_names_are_transformer_engines() -> None:
         "qkv.value_weight": (HIDDEN // 2, HIDDEN),
         "proj.weight": (HIDDEN, HIDDEN),
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
-        ({"attention_type": "cross"}, "attention_type is 'cross'"),
-        ({"return_layernorm_output": True}, "needs input_layernorm=True"),
-        ({"num_attention_heads": 5}, "hidden_size is 32, which 5 heads cannot share"),
-        ({"qk_norm_type": "BatchNorm"}, "qk_norm_type is 'BatchNorm'"),
-    ],
-)
-def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MultiheadAttention(**{"hidden_size": HIDDEN, "num_attention_heads": HEADS, **arguments})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
