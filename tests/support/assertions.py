@@ -26,3 +26,15 @@ def assert_equal(*runs: Iterable[Tensor | None]) -> None:
         for place, (one, two) in enumerate(zip(first, other, strict=True)):
             assert (one is None) == (two is None), place
             assert one is None or torch.equal(one, two), place
+
+
+def saved_by(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, list[Tensor]]:
+    """What a function returns, and the tensors that autograd saves while it runs."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        return function(*args, **options), found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.fp8.quantizers import Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.support.assertions import saved_by
 from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH
 
 E4M3 = torch.float8_e4m3fn
@@ -30,16 +31,9 @@ def saved(
     layer = layer.to(dtype)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained is None or name in trained)
-    found: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
     x = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=input_grad)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with autocast(enabled=recipe is not None, recipe=recipe):
-            out = layer(x)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        out, found = saved_by(layer, x)
     result = sorted(((tuple(t.shape), t.dtype) for t in found if t.numel() > 1), key=str)
     if out.requires_grad:
         out.sum().backward()
@@ -136,11 +130,9 @@ def test_cached_weights_are_saved_by_reference() -> None:
     layer = Linear(WIDTH, FFN)
     storages = set()
     for first in (True, False, False):
-        found: list[Tensor] = []
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, f=found: (f.append(t), t)[1], lambda t: t):
-            with autocast(recipe=SHORT):
-                layer(x, is_first_microbatch=first)
+        with autocast(recipe=SHORT):
+            _, found = saved_by(layer, x, is_first_microbatch=first)
         (weight,) = (t for t in found if t.shape == (WIDTH, FFN))
         storages.add(weight.untyped_storage().data_ptr())
     assert len(storages) == 1

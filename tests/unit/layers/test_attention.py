@@ -14,6 +14,7 @@ from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import WindowMasks
 from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from tests.support import plain_layers as plain
+from tests.support.assertions import saved_by
 
 SEQ, BATCH, HEADS, DIM = 9, 3, 4, 8
 TRIANGLE = plain.window(SEQ, SEQ, -1, 0)
@@ -145,16 +146,10 @@ def test_checkpointed_attention_is_the_same_and_keeps_less(dropout: float) -> No
     inputs = [plain.leaf(SEQ, BATCH, HEADS, DIM) for _ in range(3)]
     results = []
     for checkpoint in (False, True):
-        kept: set[int] = set()
-
-        def pack(tensor: Tensor, kept: set[int] = kept) -> Tensor:
-            kept.add(tensor.untyped_storage().data_ptr())
-            return tensor
-
         torch.manual_seed(1)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = layer(*inputs, checkpoint_core_attention=checkpoint)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs), len(kept)))
+        out, kept = saved_by(layer, *inputs, checkpoint_core_attention=checkpoint)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs), len(storages)))
     (*without, more), (*with_checkpoint, fewer) = results
     assert all(torch.equal(a, b) for a, b in zip(without, with_checkpoint, strict=True))
     assert fewer < more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from tests.support.assertions import assert_equal
+from tests.support.copies import by_pickle
 from tests.support.foreign_layers import (
     FFN,
     WIDTH,
@@ -175,7 +175,7 @@ def test_of_split_parameters_the_pack_may_be_kept_in_fp8() -> None:
     assert Linear(32, 48).fp8_weights() == ("weight",) and Linear(32, 40).fp8_weights() == ()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], Any]) -> None:
     layer = Linear(4, 6, parameters_split=["a", "b"])
     other = copied(layer)

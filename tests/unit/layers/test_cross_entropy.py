@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import Linear, LinearCrossEntropy, cross_entropy
-from tests.support.assertions import assert_raises
+from tests.support.assertions import assert_raises, saved_by
 from tests.support.plain_layers import EPS, error, leaf
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -281,18 +281,9 @@ def test_recomputation_changes_no_bit(chunk_tokens: int | None, use_reentrant: b
 def test_what_of_the_logits_is_kept_for_backward(
     chunk_tokens: int | None, expected: list[torch.dtype]
 ) -> None:
-    kept: list[torch.dtype] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= 99 * VOCAB:
-            kept.append(tensor.dtype)
-        return tensor
-
     layer = head(torch.bfloat16, chunk_tokens=chunk_tokens)
-    x, targets = leaf(99, WIDTH, dtype=torch.bfloat16), ids(99)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        layer(x, targets)
-    assert kept == expected
+    _, kept = saved_by(layer, leaf(99, WIDTH, dtype=torch.bfloat16), ids(99))
+    assert [tensor.dtype for tensor in kept if tensor.numel() >= 99 * VOCAB] == expected
 
 
 def test_products_are_not_in_fp8() -> None:

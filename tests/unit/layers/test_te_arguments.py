@@ -155,56 +155,20 @@ def test_python_says_what_is_wrong_with_the_call() -> None:
 
 def test_layers_as_megatron_core_constructs_them() -> None:
     """The keyword arguments are those of its wrappers, without tensor parallelism."""
-    shared: dict[str, Any] = {
-        "sequence_parallel": False,
-        "fuse_wgrad_accumulation": False,
-        "tp_group": None,
-        "tp_size": 1,
-        "get_rng_state_tracker": None,
-        "init_method": fill,
-        "bias": False,
-        "return_bias": False,
-        "params_dtype": torch.float32,
-        "device": "cpu",
-        "delay_wgrad_compute": False,
-        "ub_name": "qkv",
-        **NO_OVERLAP,
-    }
-    linear = te.Linear(
-        in_features=32, out_features=64, parallel_mode="column", rng_tracker_name=None, **shared
-    )
-    fused = te.LayerNormLinear(
-        in_features=32,
-        out_features=64,
-        eps=1e-5,
-        normalization="RMSNorm",
-        parallel_mode="column",
-        return_layernorm_output=False,
-        zero_centered_gamma=False,
-        **shared,
-    )
-    attention = te.DotProductAttention(
-        num_attention_heads=4,
-        kv_channels=8,
-        num_gqa_groups=2,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal",
-        window_size=None,
-        sequence_parallel=False,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        tp_group=None,
-        layer_number=1,
-        attention_type="self",
-        cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type="p2p",
-        softmax_scale=None,
-        softmax_type="vanilla",
-    )
-    norm = te.RMSNorm(hidden_size=32, eps=1e-5, sequence_parallel=False, zero_centered_gamma=False)
+    alone: dict[str, Any] = {"sequence_parallel": False, "tp_size": 1}
+    alone |= dict.fromkeys(("tp_group", "get_rng_state_tracker"))
+    shared = {**alone, "in_features": 32, "out_features": 64, "parallel_mode": "column", "init_method": fill}
+    shared |= dict.fromkeys(("fuse_wgrad_accumulation", "bias", "return_bias", "delay_wgrad_compute"), False)
+    shared |= {"params_dtype": torch.float32, "device": "cpu", "ub_name": "qkv", **NO_OVERLAP}
+    linear = te.Linear(rng_tracker_name=None, **shared)
+    normed = {"eps": 1e-5, "zero_centered_gamma": False}
+    fused = te.LayerNormLinear(normalization="RMSNorm", return_layernorm_output=False, **normed, **shared)
+    sizes = {"num_attention_heads": 4, "kv_channels": 8, "num_gqa_groups": 2, "layer_number": 1}
+    kinds = {"qkv_format": "sbhd", "attn_mask_type": "causal", "attention_type": "self"}
+    kinds |= {"cp_comm_type": "p2p", "softmax_type": "vanilla"}
+    absent = dict.fromkeys(("window_size", "cp_group", "cp_global_ranks", "cp_stream", "softmax_scale"))
+    attention = te.DotProductAttention(attention_dropout=0.0, **sizes, **kinds, **absent, **alone)
+    norm = te.RMSNorm(hidden_size=32, sequence_parallel=False, **normed)
     x = norm(torch.randn(6, 2, 32))
     q, k, v = linear(x).view(6, 2, 8, 8).split([4, 2, 2], dim=2)
     assert attention(q, k, v).shape == (6, 2, 32) and fused(x).shape == (6, 2, 64)
