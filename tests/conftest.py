@@ -7,9 +7,12 @@ more would only wait for each other.  Without a GPU, Triton kernels run in the i
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -58,6 +61,13 @@ def pytest_collection_finish() -> None:
     """Modules that are imported by now stay for good: collections of garbage need not look at them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports modules of `benchmarks/`, whose folder is on the path during the test."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return importlib.import_module
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,6 +18,7 @@ import flatfsdp
 import flatfsdp.optim
 from flatfsdp import by_class
 from flatfsdp.contract.claimed import is_unit
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.launched import launched
@@ -185,10 +186,8 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             assert accelerator.step == 1
 
             (folder / "later" / "flatfsdp.json").unlink(missing_ok=True)
-            with pytest.raises(ValueError, match="stopped before its end"):
-                accelerator.load_state(folder / "later")
-            with pytest.raises(ValueError, match="different paths"):
-                accelerator.save_state(folder / str(rank))
+            assert_raises(ValueError, "stopped before its end", accelerator.load_state, folder / "later")
+            assert_raises(ValueError, "different paths", accelerator.save_state, folder / str(rank))
             assert list(folder.glob("[01]")) == []
 
 
@@ -383,8 +382,7 @@ def test_what_cannot_be_right_raises_on_all_ranks(rank: int, world_size: int) ->
 
     with launched(rank, world_size):
         accelerator = flat_accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
-        with pytest.raises(ValueError, match="even_batches=False"):
-            accelerator.prepare(DataLoader(tokens()))
+        assert_raises(ValueError, "even_batches=False", accelerator.prepare, DataLoader(tokens()))
         with pytest.raises(NotImplementedError, match="need as many batches"):
             accelerator.join_uneven_inputs([], even_batches=False)
         with pytest.raises(NotImplementedError, match="register_for_checkpointing"):
@@ -403,8 +401,7 @@ def test_what_cannot_be_right_raises_on_all_ranks(rank: int, world_size: int) ->
         late = flatfsdp.shard(model := net(), by_class(Block))
         early = torch.optim.SGD(net().parameters(), lr=0.1)
         early.param_groups[0]["params"] = [model.embedding.weight]
-        with pytest.raises(ValueError, match="after the optimizer was made"):
-            accelerator.prepare(early)
+        assert_raises(ValueError, "after the optimizer was made", accelerator.prepare, early)
         with pytest.raises(ValueError, match="modules in this Sequential are sharded"):
             accelerator.prepare(nn.Sequential(nn.Linear(2, 2), late))
         with (
@@ -455,14 +452,10 @@ def test_urls_never_become_folders(rank: int, world_size: int, url: str, tmp_pat
             # Also without a sharded model.
             for model in (nn.Linear(2, 2).requires_grad_(False), Net(blocks=1)):
                 model = accelerator.prepare(model)
-                with pytest.raises(ValueError, match="is a URL"):
-                    accelerator.save_state(url)
-                with pytest.raises(ValueError, match="is a URL"):
-                    accelerator.load_state(url)
-                with pytest.raises(ValueError, match="is a URL"):
-                    accelerator.save_model(model, url)
-                with pytest.raises(ValueError, match="is a URL"):
-                    accelerator.save({}, url)
+                assert_raises(ValueError, "is a URL", accelerator.save_state, url)
+                assert_raises(ValueError, "is a URL", accelerator.load_state, url)
+                assert_raises(ValueError, "is a URL", accelerator.save_model, model, url)
+                assert_raises(ValueError, "is a URL", accelerator.save, {}, url)
         # One rank is enough; the other one hears of it.
         with pytest.raises(ValueError, match="is a URL"):
             accelerator.save_model(model, url if rank else "here")
@@ -491,16 +484,12 @@ def test_options_are_refused_before_anything_is_made() -> None:
         with pytest.raises(ValueError, match=f"mixed_precision='{precision}'.*{way_out}"):
             flat_accelerator(mixed_precision=precision)
     hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    with pytest.raises(ValueError, match=r"Precision\(reduce="):
-        flat_accelerator(kwargs_handlers=[hooked])
-    with pytest.raises(ValueError, match="dynamo_backend='inductor'"):
-        flat_accelerator(dynamo_backend="inductor")
+    assert_raises(ValueError, r"Precision\(reduce=", flat_accelerator, kwargs_handlers=[hooked])
+    assert_raises(ValueError, "dynamo_backend='inductor'", flat_accelerator, dynamo_backend="inductor")
     launcher = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_MIXED_PRECISION": "fp16"}
     for variables in launcher:
         with mock.patch.dict("os.environ", variables), pytest.raises(ValueError, match="cannot do"):
             flat_accelerator()
-    with pytest.raises(TypeError, match="reshard_after"):
-        flat_accelerator(shard_options={"reshard_after": True})
-    with pytest.raises(ValueError, match="device"):
-        flat_accelerator(shard_options={"device": "cpu"})
+    assert_raises(TypeError, "reshard_after", flat_accelerator, shard_options={"reshard_after": True})
+    assert_raises(ValueError, "device", flat_accelerator, shard_options={"device": "cpu"})
     assert AcceleratorState._shared_state == {}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from flatfsdp import Precision, shard
 from flatfsdp.compat.transformers import init_weights_of, load_hf, policy_of, save_hf
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
@@ -140,8 +141,7 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
         own = folder / f"of rank {rank}"
         with pytest.raises(ValueError, match=r"ranks were given different paths: rank 0 .*of rank 0, rank 1"):
             load_hf(model, own)
-        with pytest.raises(ValueError, match=r"ranks were given different paths"):
-            save_hf(model, own)
+        assert_raises(ValueError, r"ranks were given different paths", save_hf, model, own)
         path = next(own.glob("*.safetensors"))
         with pytest.MonkeyPatch.context() as patch:
             # The same path, on disks of their own.
@@ -156,10 +156,8 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
                 load_hf(model, "")
             for url in ("s3://bucket/model", "file:///model"):
                 for given in (url, Path(url)):
-                    with pytest.raises(ValueError, match="is a URL"):
-                        load_hf(model, given)
-                    with pytest.raises(ValueError, match="is a URL"):
-                        save_hf(model, given)
+                    assert_raises(ValueError, "is a URL", load_hf, model, given)
+                    assert_raises(ValueError, "is a URL", save_hf, model, given)
                 with pytest.raises((ValueError, RuntimeError), match="is a URL"):
                     model.save_pretrained(url)
             assert not any(each.is_dir() for each in own.iterdir())

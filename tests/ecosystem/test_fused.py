@@ -22,6 +22,7 @@ from flatfsdp import Precision, fp8, shard
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.contract.packed import is_packed, packed_tensor
 from flatfsdp.layers import convert
+from tests.support.assertions import assert_equal
 from tests.support.ecosystem.families import FAMILIES, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, train
 from tests.support.ecosystem.training import train_plain, train_sharded
@@ -39,7 +40,7 @@ def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_
         model = shard(fuse(build(name)), FUSED[name].is_unit, **options)
         found.append(train(model, [rank], is_sharded=True))
     for each in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(each, found[0], strict=True))
+        assert_equal(each, found[0])
     expected = train(build(name), range(world_size), is_sharded=False)
     # Changes are small, values are larger.
     assert_near(found[0][4:], expected[4 * world_size :], tolerance=1e-4)
@@ -81,8 +82,7 @@ def test_weights_that_only_fused_gemms_read_are_kept_in_fp8(rank: int) -> None:
             model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
             with pytest.raises(RuntimeError, match="its weights are kept in FP8, which transformers cannot"):
                 model(input_ids=tokens)
-    for on, off in zip(*found, strict=True):
-        assert torch.equal(on, off)
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("name", ["BERT", "T5"])
@@ -224,7 +224,7 @@ def test_beside_tensor_parallel_layers(rank: int) -> None:
         found.append(train(model, [0], is_sharded=True))
         assert is_packed(model.model.layers[0].self_attn, "qkv_weight")
     for each in (found[1], train(fuse(build("Llama")), [0], is_sharded=False)):
-        assert all(torch.equal(one, other) for one, other in zip(found[0], each, strict=True))
+        assert_equal(found[0], each)
 
 
 @on_ranks(2)

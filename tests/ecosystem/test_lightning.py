@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
+from tests.support.assertions import assert_raises  # noqa: E402
 
 WIDTH, COUNT = 8, 24
 
@@ -224,10 +225,8 @@ def test_urls_never_become_folders(rank: int, world_size: int, tmp_path: Path, u
         program = Program()
         fitted = begin(max_epochs=1)
         fitted.fit(program, data())
-        with pytest.raises(ValueError, match="is a URL"):
-            fitted.save_checkpoint(url)
-        with pytest.raises(ValueError, match="is a URL"):
-            begin().validate(Program(), data(1), ckpt_path=url)
+        assert_raises(ValueError, "is a URL", fitted.save_checkpoint, url)
+        assert_raises(ValueError, "is a URL", begin().validate, Program(), data(1), ckpt_path=url)
         assert not any(path.name.endswith(":") for path in tmp_path.rglob("*"))
 
 
@@ -255,8 +254,7 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
             fit(Program(), precision=precision)
     with pytest.raises(TypeError, match="unexpected keyword argument 'find_unused_parameters'"):
         FlatFSDPStrategy(find_unused_parameters=True)
-    with pytest.raises(TypeError, match="no option device; the Trainer has"):
-        FlatFSDPStrategy(device="cpu")
+    assert_raises(TypeError, "no option device; the Trainer has", FlatFSDPStrategy, device="cpu")
     with pytest.raises(ValueError, match=r"the Trainer's is in flatfsdp\.compat\.lightning\.trainer"):
         L.Trainer(strategy=fabric.FlatFSDPStrategy(), accelerator="cpu", devices=1)
     with pytest.raises(ValueError, match=r"Fabric's is in flatfsdp\.compat\.lightning\)"):

@@ -21,6 +21,7 @@ from flatfsdp import Options, Precision, shard
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
 from tests.support.faults.operations import watched
@@ -441,10 +442,8 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
             for url in ("s3://bucket/run", "file:///bucket/run"):
                 with pytest.raises(ValueError, match="is a URL"):
                     flat_trainer(FAMILIES["Llama"].build(), arguments(Path(url)))
-                with pytest.raises(ValueError, match="is a URL"):
-                    trainer.train(resume_from_checkpoint=url)
-                with pytest.raises(ValueError, match="is a URL"):
-                    trainer.save_model(url)
+                assert_raises(ValueError, "is a URL", trainer.train, resume_from_checkpoint=url)
+                assert_raises(ValueError, "is a URL", trainer.save_model, url)
             assert list(Path().iterdir()) == []
 
 
@@ -486,7 +485,6 @@ def test_flat_arguments_take_the_options_of_shard() -> None:
     assert FlatArguments(timeout=5.0, cpu_offload=True).options == {"timeout": 5.0, "cpu_offload": True}
     with pytest.raises(TypeError, match=r"^FlatArguments\(\) got an unexpected keyword argument 'reshard'"):
         FlatArguments(reshard=True)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="FlatArguments cannot do device: the Trainer says"):
-        FlatArguments(device="cpu")
+    assert_raises(ValueError, "FlatArguments cannot do device: the Trainer says", FlatArguments, device="cpu")
     with pytest.raises(ValueError, match="replay needs optimize_backward_concat=True"):
         FlatArguments(replay=True, optimize_backward_concat=False)

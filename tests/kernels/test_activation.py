@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels import activation
 from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
 from flatfsdp.kernels.shared.outputs import Outputs, rows_at_once
-from flatfsdp.kernels.shared.tiles import Tile
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import Compiled, compile_for_hopper
 from tests.support.kernels.fp8_pairs import endangered_pairs
-from tests.support.kernels.layouts import check_layouts
-from tests.support.plain_layers import activated
+from tests.support.kernels.running import (
+    E5M2,
+    FORMATS,
+    both,
+    check_layouts,
+    check_operator,
+    garbage,
+    saturated,
+)
+from tests.support.plain_layers import activated, error
 
-FORWARD = pytest.mark.parametrize(
-    "run", [activation.forward_reference, activation.forward_launch], ids=["reference", "kernel"]
-)
-BACKWARD = pytest.mark.parametrize(
-    "run", [activation.backward_reference, activation.backward_launch], ids=["reference", "kernel"]
-)
+FORWARDS = (activation.forward_reference, activation.forward_launch)
+BACKWARDS = (activation.backward_reference, activation.backward_launch)
+FORWARD, BACKWARD = both(*FORWARDS), both(*BACKWARDS)
 FUNCTIONS = pytest.mark.parametrize("name", NAMES)
 # The other activations differ from these in FP32 only, before rounding.
 ROUNDED = pytest.mark.parametrize("name", ["gelu", "silu", "relu", "srelu", "geglu", "swiglu", "glu"])
-
-
-def garbage(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, torch.nan, device=like.device).to(dtype)
 
 
 def outputs(like: Tensor, rows: int, cols: int, dtype: torch.dtype | None, columnwise: bool) -> Outputs:
@@ -46,10 +47,10 @@ def activate(
     x: Tensor,
     name: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Any = None,
     columnwise: bool = False,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    scale: Any = None,
+    amax: Any = None,
 ) -> Outputs:
     """Calls `activation_forward` with the given implementation, into garbage memory."""
     rows, cols = x.shape[0], x.shape[1] // (2 if name in GATED else 1)
@@ -59,21 +60,13 @@ def activate(
 
 
 def gradient(
-    run: Any,
-    dy: Tensor,
-    x: Tensor,
-    name: str,
-    *,
-    dtype: torch.dtype | None = None,
-    columnwise: bool = False,
-    column_sum: bool = False,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
+    run: Any, dy: Tensor, x: Tensor, name: str, *, column_sum: bool = False, **options: Any
 ) -> ActivationBackward:
-    result = outputs(x, *x.shape, dtype, columnwise)
     sums = garbage(x.shape[1], like=x) if column_sum else None
-    run(dy, x, GATED.get(name, name), name in GATED, *result, sums, scale, amax)
-    return ActivationBackward(result.out, result.rowwise, result.columnwise, sums)
+    result = outputs(x, *x.shape, options.get("dtype"), options.get("columnwise", False))
+    scaling = (options.get("scale"), options.get("amax"))
+    run(dy, x, GATED.get(name, name), name in GATED, *result, sums, *scaling)
+    return ActivationBackward(*result, sums)
 
 
 def inputs(
@@ -85,26 +78,6 @@ def inputs(
         torch.randn(rows, cols, device=device).to(dtype),
         (2 * torch.randn(rows, width, device=device)).to(dtype),
     )
-
-
-def error(ours: Tensor | None, theirs: Tensor) -> float:
-    """Relative error in the Frobenius norm."""
-    assert ours is not None
-    return ((ours.double() - theirs).norm() / theirs.norm()).item()
-
-
-def check_casts(
-    out: Tensor | None,
-    rowwise: Tensor | None,
-    columnwise: Tensor | None,
-    scale: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    assert out is not None and rowwise is not None and columnwise is not None
-    limit = torch.finfo(dtype).max
-    expected = (out * scale).clamp(-limit, limit).to(dtype)
-    assert (expected.float().abs() == limit).any() and expected.isnan().any()
-    check_layouts(expected, rowwise, columnwise)
 
 
 @FORWARD
@@ -135,10 +108,7 @@ def test_backward_against_float64(run: Any, name: str, column_sum: bool, device:
 def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype, device: str) -> None:
     dy, x = inputs(70, 80, name, device, dtype)
     pairs = []
-    for forward, backward in (
-        (activation.forward_reference, activation.backward_reference),
-        (activation.forward_launch, activation.backward_launch),
-    ):
+    for forward, backward in zip(FORWARDS, BACKWARDS, strict=True):
         pairs.append((activate(forward, x, name).out, activate(forward, x.float(), name).out))
         pairs.append((gradient(backward, dy, x, name).dx, gradient(backward, dy.float(), x.float(), name).dx))
     for rounded, unrounded in pairs:
@@ -146,35 +116,25 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype, device: s
         assert torch.equal(rounded, unrounded.to(dtype))
 
 
-@FORWARD
+@pytest.mark.parametrize("run", [*FORWARDS, *BACKWARDS], ids=lambda run: run.__name__)
 @ROUNDED
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@FORMATS
 @pytest.mark.parametrize("rows", [71, 64], ids=["odd", "aligned"])
-def test_forward_casts_are_of_the_fp32_result(
-    run: Any, name: str, dtype: torch.dtype, rows: int, device: str
-) -> None:
-    _, x = inputs(rows, 80, name, device)
-    x[7, 5] = torch.nan
-    x[11] *= 1e-20
-    scale, amax = torch.tensor([torch.finfo(dtype).max / 2], device=device), torch.zeros(1, device=device)
-    result = activate(run, x, name, dtype=dtype, columnwise=True, scale=scale, amax=amax)
-    check_casts(*result, scale, dtype)
-    assert amax.isnan()
-
-
-@BACKWARD
-@ROUNDED
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("rows", [71, 64], ids=["odd", "aligned"])
-def test_backward_casts_are_of_the_fp32_result(
+def test_casts_are_of_the_fp32_result(
     run: Any, name: str, dtype: torch.dtype, rows: int, device: str
 ) -> None:
     dy, x = inputs(rows, 80, name, device)
-    dy[7, 5] = torch.nan
-    dy[11] *= 1e-20
-    scale, amax = torch.tensor([torch.finfo(dtype).max / 2], device=device), torch.zeros(1, device=device)
-    result = gradient(run, dy, x, name, dtype=dtype, columnwise=True, scale=scale, amax=amax)
-    check_casts(*result[:3], scale, dtype)
+    special = x if run in FORWARDS else dy
+    special[7, 5] = torch.nan
+    special[11] *= 1e-20
+    limit = torch.finfo(dtype).max
+    scale, amax = torch.tensor([limit / 2], device=device), torch.zeros(1, device=device)
+    options: dict[str, Any] = {"dtype": dtype, "columnwise": True, "scale": scale, "amax": amax}
+    result = activate(run, x, name, **options) if run in FORWARDS else gradient(run, dy, x, name, **options)
+    out, rowwise, columnwise, *_ = result
+    expected = saturated(out * scale, dtype)
+    assert (expected.float().abs() == limit).any() and expected.isnan().any()
+    check_layouts(expected, rowwise, columnwise)
     assert amax.isnan()
 
 
@@ -197,10 +157,7 @@ def test_special_values(name: str, device: str) -> None:
     values = torch.tensor([0.0, -0.0, 1e-40, 100.0, -100.0, 1e4, -1e4, torch.nan], device=device)
     x = values.repeat(3, 1)
     x = torch.cat([x, torch.ones_like(x)], 1) if name in GATED else x
-    for forward, backward in (
-        (activation.forward_reference, activation.backward_reference),
-        (activation.forward_launch, activation.backward_launch),
-    ):
+    for forward, backward in zip(FORWARDS, BACKWARDS, strict=True):
         out = activate(forward, x, name).out
         assert out is not None
         torch.testing.assert_close(
@@ -224,13 +181,8 @@ def test_column_sums_are_repeatable(device: str) -> None:
 def test_no_rows_give_no_rows(name: str, device: str) -> None:
     dy, x = inputs(0, 48, name, device)
     scale, amax = torch.ones(1, device=device), torch.full((1,), 3.0, device=device)
-    options: dict[str, Any] = {
-        **{"dtype": torch.float8_e5m2, "columnwise": True, "scale": scale, "amax": amax},
-    }
-    for forward, backward in (
-        (activation.forward_reference, activation.backward_reference),
-        (activation.forward_launch, activation.backward_launch),
-    ):
+    options: dict[str, Any] = {"dtype": E5M2, "columnwise": True, "scale": scale, "amax": amax}
+    for forward, backward in zip(FORWARDS, BACKWARDS, strict=True):
         activate(forward, x, name, **options)
         sums = gradient(backward, dy, x, name, column_sum=True, **options).column_sum
         assert sums is not None and torch.equal(sums, torch.zeros_like(sums))
@@ -268,101 +220,65 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     dy, x = inputs(4, 8, "swiglu", "cpu")
-    # opcheck's own arithmetic does not support FP8.
-    library.opcheck(
-        torch.ops.flatfsdp.activation_forward_.default,
-        (x, "silu", True, dy.clone(), None, None, None, torch.zeros(1)),
-    )
-    library.opcheck(
-        torch.ops.flatfsdp.activation_backward_.default,
-        (dy, x, "silu", True, x.clone(), None, None, torch.zeros(16), None, torch.zeros(1)),
-    )
+    one = torch.zeros(1)
+    check_operator("activation_forward_", x, "silu", True, dy.clone(), None, None, None, one)
+    outputs = (x.clone(), None, None, torch.zeros(16))
+    check_operator("activation_backward_", dy, x, "silu", True, *outputs, None, one)
 
 
 def compiled(
-    kernel: str,
     kind: str,
     is_gated: bool,
     absent: set[str],
-    tile: Tile,
-    aligned: tuple[str, ...] = ("rows", "cols"),
-) -> str:
-    """PTX of a kernel for bf16, checked to be without spills."""
-    fp8 = "*fp8e4nv" if kernel == "_forward_kernel" else "*fp8e5"
-    signature = {
-        **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),
-        **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), fp8),
-        **dict.fromkeys(("scale_ptr", "amax_ptr"), "*fp32"),
-        **{"rows": "i32", "cols": "i32"},
-    }
-    in_steps = {}
-    if kernel == "_backward_kernel":
-        del signature["out_ptr"]
-        signature |= {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}
-        in_steps = {"STAGES": tile.stages, "STEPS": tile.steps}
-        in_steps["SUM_PAIRS"] = min(tile.rows // 2, rows_at_once(tile, 16))
-    result = compile_for_hopper(
-        "activation",
-        kernel,
-        {name: type_ for name, type_ in signature.items() if name not in absent},
-        {
-            **dict.fromkeys(absent),
-            **{"KIND": kind, "IS_GATED": is_gated, "PAIRS": tile.rows // 2, "BLOCK_COLS": tile.cols},
-            "WHOLE": "rows" in aligned,
+    *,
+    transposes: bool,
+    aligned: Sequence[str] = ("rows", "cols"),
+) -> Iterator[Compiled]:
+    """The kernels of forward and backward for bf16."""
+    is_summed = "band_sums_ptr" not in absent
+    for direction, fp8, tile in (
+        ("forward", "*fp8e4nv", activation.forward_tile(torch.bfloat16, 16384, is_gated, transposes)),
+        (
+            "backward",
+            "*fp8e5",
+            activation.backward_tile(torch.bfloat16, 16384, is_gated, transposes, is_summed),
+        ),
+    ):
+        types = {"x_ptr out_ptr dy_ptr dx_ptr": "*bf16", "rowwise_ptr columnwise_ptr": fp8}
+        types |= {"scale_ptr amax_ptr band_sums_ptr": "*fp32", "rows cols": "i32"}
+        own = {"dx_ptr", "band_sums_ptr"} if direction == "forward" else {"out_ptr"}
+        constants = {
+            **{**dict.fromkeys(absent - own), "KIND": kind, "IS_GATED": is_gated, "WHOLE": "rows" in aligned},
             **{"SLOPE_OF_INNER": activation.TWO_ROOT_TWO_OVER_PI, "CUBIC": activation.CUBIC},
-            **in_steps,
-        },
-        num_warps=tile.warps,
-        aligned=aligned,
-    )
-    assert result.spilled == 0 and result.shared <= SHARED_LIMIT
-    assert not endangered_pairs(result.ptx)
-    return result.ptx
+            **({"SUM_PAIRS": min(tile.rows // 2, rows_at_once(tile, 16))} if direction == "backward" else {}),
+        }
+        kernel = f"activation._{direction}_kernel"
+        found = compile_for_hopper(kernel, types, constants, tile=tile, aligned=aligned)
+        assert not endangered_pairs(found.ptx)
+        yield found
 
 
-@pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
+KINDS = pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
+
+
+@KINDS
 def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: bool) -> None:
     """16 bytes per load and store, pairs transposed by the hardware, each value computed once."""
-    forward_tile = activation.forward_tile(torch.bfloat16, 16384, is_gated, True)
-    backward_tile = activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True)
-    for kernel, absent, tile in (
-        ("_forward_kernel", "out_ptr", forward_tile),
-        ("_backward_kernel", "dx_ptr", backward_tile),
-    ):
-        ptx = compiled(kernel, kind, is_gated, {absent}, tile)
+    for found in compiled(kind, is_gated, {"out_ptr", "dx_ptr"}, transposes=True):
+        ptx = found.ptx
         assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx
         assert "st.global.v4.b32" in ptx and "st.global.b8" not in ptx and "st.global.b16" not in ptx
         assert "cvt.rn.satfinite.e" in ptx and "ldmatrix" in ptx
-        assert ptx.count("ex2.approx") == tile.rows * tile.cols // (32 * tile.warps)
+        assert found.count("ex2.approx") == found.elements
 
 
-@pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
+@KINDS
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas(kind: str, is_gated: bool) -> None:
-    for kernel, absent, tile in (
-        ("_forward_kernel", {"out_ptr"}, activation.forward_tile(torch.bfloat16, 16384, is_gated, True)),
-        (
-            "_backward_kernel",
-            {"dx_ptr"},
-            activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True),
-        ),
-    ):
-        compiled(kernel, kind, is_gated, absent, tile, aligned=("cols",))
+    assert len([*compiled(kind, is_gated, {"out_ptr", "dx_ptr"}, transposes=True, aligned=["cols"])]) == 2
 
 
 def test_bf16_kernels_compile_for_hopper_with_wide_accesses() -> None:
-    absent = {"rowwise_ptr", "columnwise_ptr", "scale_ptr", "amax_ptr"}
-    for ptx in (
-        compiled(
-            "_forward_kernel",
-            "silu",
-            True,
-            absent,
-            activation.forward_tile(torch.bfloat16, 16384, True, False),
-        ),
-        compiled(
-            *("_backward_kernel", "silu", True, {*absent, "band_sums_ptr"}),
-            activation.backward_tile(torch.bfloat16, 16384, True, False, False),
-        ),
-    ):
-        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-        assert "st.global.b16" not in ptx
+    absent = {"rowwise_ptr", "columnwise_ptr", "scale_ptr", "amax_ptr", "band_sums_ptr"}
+    for found in compiled("silu", True, absent, transposes=False):
+        assert "ld.global.v4.b32" in found.ptx and "st.global.v4.b32" in found.ptx
+        assert "st.global.b16" not in found.ptx

@@ -7,19 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels import cross_entropy as module
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import DTYPE_OF, VECTOR, X_TYPES, compile_for_hopper
+from tests.support.kernels.running import DTYPES, both, check_operator, garbage
 
-STATISTICS = pytest.mark.parametrize(
-    "run", [module.statistics_reference, module.statistics_launch], ids=["reference", "kernel"]
-)
-GRAD = pytest.mark.parametrize(
-    "run", [module.grad_reference, module.grad_launch], ids=["reference", "kernel"]
-)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+STATISTICS = both(module.statistics_reference, module.statistics_launch)
+GRAD = both(module.grad_reference, module.grad_launch)
 # One block and less, several, odd, and a rank's part of a vocabulary; with 8 tokens odd rows begin anywhere
 # in a vector, and with 3 the number of vectors is not whole.
 SHAPES = pytest.mark.parametrize(
@@ -37,7 +33,7 @@ def batch(tokens: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tens
 
 def statistics(run: Any, logits: Tensor, targets: Tensor, first: int = 0) -> Statistics:
     """Computes statistics into garbage memory."""
-    out = torch.full((3, len(logits)), torch.nan, device=logits.device)
+    out = garbage(3, len(logits), like=logits)
     run(logits, targets, first, out)
     return Statistics(*out)
 
@@ -225,64 +221,46 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     logits, targets = batch(4, 6, torch.float32, "cpu")
-    operators, row = torch.ops.flatfsdp, torch.zeros(4)
-    library.opcheck(operators.cross_entropy_statistics_.default, (logits, targets, 0, torch.zeros(3, 4)))
+    row = torch.zeros(4)
+    check_operator("cross_entropy_statistics_", logits, targets, 0, torch.zeros(3, 4))
     for source in (None, logits):
-        arguments = (torch.randn(4, 6), source, targets, row, row, row, 0, -100)
-        library.opcheck(operators.cross_entropy_grad_.default, arguments)
+        check_operator("cross_entropy_grad_", torch.randn(4, 6), source, targets, row, row, row, 0, -100)
 
 
-HOPPER = pytest.mark.parametrize("x_type", ["bf16", "fp32"])
 SHIFTED = pytest.mark.parametrize("shifted", [False, True])
-DTYPE_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@HOPPER
+@X_TYPES
 @SHIFTED
 def test_statistics_compile_for_hopper_with_wide_loads(x_type: str, shifted: bool) -> None:
     tile = module.tile("cross_entropy_statistics", DTYPE_OF[x_type], 128256)
-    compiled = compile_for_hopper(
-        "cross_entropy",
-        "_statistics_kernel",
-        {
-            **{"logits_ptr": f"*{x_type}", "targets_ptr": "*i64", "out_ptr": "*fp32"},
-            **dict.fromkeys(("tokens", "cols", "first"), "i32"),
-        },
-        {
-            **{"BLOCK_COLS": tile.cols, "VECTOR": 16 // DTYPE_OF[x_type].itemsize},
-            **{"IS_SHIFTED": shifted, "STAGES": tile.stages},
-        },
-        num_warps=tile.warps,
-        aligned=("tokens", "first") if shifted else ("tokens", "first", "cols"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
+    types = {
+        "logits_ptr": f"*{x_type}",
+        "targets_ptr": "*i64",
+        "out_ptr": "*fp32",
+        "tokens cols first": "i32",
+    }
+    constants = {"VECTOR": VECTOR[x_type], "IS_SHIFTED": shifted}
+    aligned = ["tokens", "first"] if shifted else ["tokens", "first", "cols"]
+    kernel = "cross_entropy._statistics_kernel"
+    compiled = compile_for_hopper(kernel, types, constants, tile=tile, aligned=aligned)
+    assert compiled.registers <= 64
     assert "ld.global.v4.b32" in compiled.ptx
     # One exponential per element, and one for each vector; the rest are at the row's end.
-    elements = tile.cols // (32 * tile.warps)
-    assert compiled.ptx.count("ex2.approx.ftz") <= elements + 2 * (elements // 4)
+    assert compiled.count("ex2.approx.ftz") <= compiled.elements + 2 * (compiled.elements // 4)
     # Neighbours are compared in the thread that loaded them: only the row's end crosses warps.
-    assert compiled.ptx.count("shfl.sync") <= 30
+    assert compiled.count("shfl.sync") <= 30
 
 
-@HOPPER
+@X_TYPES
 @SHIFTED
 def test_the_gradient_compiles_for_hopper_with_wide_accesses(x_type: str, shifted: bool) -> None:
     tile = module.tile("cross_entropy_grad", DTYPE_OF[x_type], 128256)
-    compiled = compile_for_hopper(
-        "cross_entropy",
-        "_grad_kernel",
-        {
-            **{"out_ptr": f"*{x_type}", "logits_ptr": f"*{x_type}", "targets_ptr": "*i64"},
-            **dict.fromkeys(("largest_ptr", "log_sum_ptr", "scale_ptr"), "*fp32"),
-            **dict.fromkeys(("cols", "first", "ignore_index", "across"), "i32"),
-        },
-        {
-            **{"BLOCK_COLS": tile.cols, "VECTOR": 16 // DTYPE_OF[x_type].itemsize},
-            "IS_SHIFTED": shifted,
-        },
-        num_warps=tile.warps,
-        aligned=("first",) if shifted else ("first", "cols"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 80
-    vectors = tile.cols // (32 * tile.warps) * DTYPE_OF[x_type].itemsize // 16
-    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == vectors
+    types = {"out_ptr logits_ptr": f"*{x_type}", "targets_ptr": "*i64"}
+    types |= {"largest_ptr log_sum_ptr scale_ptr": "*fp32", "cols first ignore_index across": "i32"}
+    constants = {"VECTOR": VECTOR[x_type], "IS_SHIFTED": shifted}
+    aligned = ["first"] if shifted else ["first", "cols"]
+    compiled = compile_for_hopper("cross_entropy._grad_kernel", types, constants, tile=tile, aligned=aligned)
+    assert compiled.registers <= 80
+    vectors = compiled.elements // VECTOR[x_type]
+    assert compiled.count("ld.global.v4.b32") == compiled.count("st.global.v4.b32") == vectors

@@ -6,25 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels import dropout
 from flatfsdp.kernels.dropout import DropoutBackward
 from flatfsdp.kernels.shared.outputs import rows_at_once
 from flatfsdp.kernels.shared.tiles import find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import DTYPES, both, check_operator, garbage
 
-FORWARD = pytest.mark.parametrize(
-    "run", [dropout.forward_reference, dropout.forward_launch], ids=["reference", "kernel"]
-)
-BACKWARD = pytest.mark.parametrize(
-    "run", [dropout.backward_reference, dropout.backward_launch], ids=["reference", "kernel"]
-)
+FORWARDS = (dropout.forward_reference, dropout.forward_launch)
+BACKWARDS = (dropout.backward_reference, dropout.backward_launch)
+FORWARD, BACKWARD = both(*FORWARDS), both(*BACKWARDS)
 SEEDS = pytest.mark.parametrize("seed", [0, 1234, 2**62 + 12345])
-
-
-def garbage(*shape: int, like: Tensor) -> Tensor:
-    return torch.full(shape, torch.nan, device=like.device, dtype=like.dtype)
 
 
 def drop(
@@ -36,15 +30,14 @@ def drop(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    out = garbage(*x.shape, like=x)
+    out = garbage(*x.shape, like=x, dtype=x.dtype)
     run(x, bias, residual, None if seed is None else torch.tensor(seed, device=x.device), out, p)
     return out
 
 
 def gradient(run: Any, dy: Tensor, p: float, seed: int = 7, *, column_sum: bool = False) -> DropoutBackward:
-    dx, dbias = garbage(*dy.shape, like=dy), None
-    if column_sum:
-        dbias = torch.full((dy.shape[1],), torch.nan, device=dy.device)
+    dx = garbage(*dy.shape, like=dy, dtype=dy.dtype)
+    dbias = garbage(dy.shape[1], like=dy) if column_sum else None
     run(dy, torch.tensor(seed, device=dy.device), dx, dbias, p)
     return DropoutBackward(dx, dbias)
 
@@ -74,9 +67,9 @@ def test_kernel_and_reference_drop_the_same_elements(seed: int, device: str) -> 
     for rows, cols in ((5, 48), (70, 81), (3, 1003)):
         x = torch.ones(rows, cols, device=device)
         expected = kept(x, 0.3, seed)
-        for run in (dropout.forward_reference, dropout.forward_launch):
+        for run in FORWARDS:
             assert torch.equal(drop(run, x, 0.3, seed) != 0, expected)
-        for run in (dropout.backward_reference, dropout.backward_launch):
+        for run in BACKWARDS:
             for column_sum in (False, True):
                 dx = gradient(run, x, 0.3, seed, column_sum=column_sum).dx
                 assert torch.equal(dx != 0, expected)
@@ -93,7 +86,7 @@ def test_masks_are_fair_and_differ_by_row_and_seed() -> None:
 
 
 @FORWARD
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@DTYPES
 def test_forward_against_float64(run: Any, dtype: torch.dtype, device: str) -> None:
     x, residual = (torch.randn(37, 300, device=device).to(dtype) for _ in range(2))
     bias = torch.randn(300, device=device).to(dtype)
@@ -133,7 +126,7 @@ def test_column_sums_are_repeatable(device: str) -> None:
 def test_infinite_and_nan_elements_leave_no_trace_when_dropped(device: str) -> None:
     x = torch.full((16, 64), torch.inf, device=device)
     x[::2] = torch.nan
-    for run in (dropout.forward_reference, dropout.forward_launch):
+    for run in FORWARDS:
         out = drop(run, x, 0.5)
         assert torch.equal(out == 0, ~kept(x, 0.5))
 
@@ -150,10 +143,7 @@ def test_public_functions(device: str) -> None:
 
 def test_no_rows_give_no_rows(device: str) -> None:
     x = torch.empty(0, 10, device=device)
-    for forward, backward in (
-        (dropout.forward_reference, dropout.backward_reference),
-        (dropout.forward_launch, dropout.backward_launch),
-    ):
+    for forward, backward in zip(FORWARDS, BACKWARDS, strict=True):
         assert drop(forward, x, 0.5).shape == (0, 10)
         dbias = gradient(backward, x, 0.5, column_sum=True).dbias
         assert dbias is not None and torch.equal(dbias, torch.zeros(10, device=device))
@@ -187,36 +177,19 @@ def test_seeds_come_from_the_default_generator(device: str) -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     x, seed = torch.randn(4, 8), torch.tensor(1)
-    arguments: tuple[Any, ...] = (x, x[0].clone(), x.clone(), seed, x.clone(), 0.1)
-    library.opcheck(torch.ops.flatfsdp.dropout_forward_.default, arguments)
-    arguments = (x, seed, x.clone(), x[0].clone(), 0.1)
-    library.opcheck(torch.ops.flatfsdp.dropout_backward_.default, arguments)
-
-
-SHARED = {"seed_ptr": "*i64", "threshold": "u32", "factor": "fp32", "rows": "i32", "cols": "i32"}
+    check_operator("dropout_forward_", x, x[0].clone(), x.clone(), seed, x.clone(), 0.1)
+    check_operator("dropout_backward_", x, seed, x.clone(), x[0].clone(), 0.1)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "pointers", "is_summed"),
-    [
-        ("_forward_kernel", dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16"), False),
-        ("_backward_kernel", {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}, True),
-    ],
+    ("kernel", "form"), [("_forward_kernel", "forward"), ("_backward_kernel", "backward, sum")]
 )
-def test_it_compiles_for_hopper_with_wide_accesses(
-    kernel: str, pointers: dict[str, str], is_summed: bool
-) -> None:
-    form = "dropout_backward, sum" if is_summed else "dropout_forward"
-    tile = find(form, torch.bfloat16, 4096)
-    in_steps = {"STAGES": tile.stages, "STEPS": tile.steps, "SUM_ROWS": rows_at_once(tile, 8)}
-    compiled = compile_for_hopper(
-        "dropout",
-        kernel,
-        {**pointers, **SHARED},
-        {"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **(in_steps if is_summed else {})},
-        num_warps=tile.warps,
-        aligned=("rows", "cols"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+def test_it_compiles_for_hopper_with_wide_accesses(kernel: str, form: str) -> None:
+    tile = find(f"dropout_{form}", torch.bfloat16, 4096)
+    types = {"x_ptr bias_ptr residual_ptr out_ptr dy_ptr dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}
+    types |= {"seed_ptr": "*i64", "threshold": "u32", "factor": "fp32", "rows cols": "i32"}
+    constants = {"SUM_ROWS": rows_at_once(tile, 8)} if "sum" in form else {}
+    aligned = ["rows", "cols"]
+    compiled = compile_for_hopper(f"dropout.{kernel}", types, constants, tile=tile, aligned=aligned)
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "st.global.b16" not in compiled.ptx

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +20,38 @@ def trained(layer: nn.Module) -> nn.Module:
             if name.endswith(("norm.weight", "norm_weight")):
                 parameter.add_(1.0)
     return layer
+
+
+def check_sequences(
+    layer: Any,
+    qkv_format: str,
+    expected: Callable[..., Tensor],
+    shape: Sequence[int],
+    bound: float,
+    **arguments: Any,
+) -> None:
+    """Compares a layer with `expected(x, state)` in FP64: the result, and gradients of input and parameters.
+
+    Args:
+        layer: an attention or transformer layer.
+        qkv_format: whether its own input is [seq, batch, hidden], "sbhd".
+        expected: takes x, [batch, seq, hidden], and all parameters by name.
+        shape: of x.
+        bound: of the relative errors.
+        arguments: of the layer's call.
+    """
+    dtype = next(layer.parameters()).dtype
+    x = plain.leaf(*shape, dtype=dtype)
+    doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
+    is_sbhd = qkv_format == "sbhd"
+    out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
+    reference = expected(doubles["x"], doubles)
+    assert out.dtype == dtype and plain.error(out, reference) < bound
+    dy = torch.randn_like(out)
+    out.backward(dy)
+    reference.backward(dy.double())
+    for name, tensor in (("x", x), *layer.named_parameters()):
+        assert tensor.grad is not None and plain.error(tensor.grad, doubles[name].grad) < bound, name
 
 
 def rows_for(layer: MultiheadAttention, state: dict[str, Tensor]) -> list[Tensor]:

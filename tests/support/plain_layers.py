@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.kernels.activation import GATED
 
@@ -41,11 +41,11 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
 
-def trained(layer: nn.Module) -> nn.Module:
-    """Gives a layer random parameters, even if it starts with zeros or ones."""
+def trained(layer: Any, std: float = 1.0) -> Any:
+    """Gives a layer random parameters, even if it starts with zeros or ones; those of an MLP are small."""
     with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
+        for name, parameter in layer.named_parameters():
+            parameter.normal_(0, 1 / 4 if name.startswith("fc") else std)
     return layer
 
 
@@ -66,6 +66,27 @@ def same_gradients(
     for tensor, got, wanted in zip(inputs, grads, references, strict=True):
         assert got.dtype == tensor.dtype
         assert error(got, wanted) < bound
+
+
+def check_layer(layer: Any, x: Tensor, bound: float) -> None:
+    """Compares a `Linear`, `LayerNormLinear` or `LayerNormMLP` with `expected`, and all gradients."""
+    same_gradients(
+        lambda x, *_: layer(x),
+        lambda x, *parameters: expected(layer, x, *parameters)[0],
+        [x, *layer.parameters()],
+        bound,
+    )
+
+
+def expected(layer: Any, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """Result of such a layer, and what its norm gives, with these parameters in place of its own."""
+    named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
+    normalized = norm_of(layer, x, named) if "layer_norm_weight" in named else x
+    if "weight" in named:
+        return F.linear(normalized, named["weight"], named.get("bias")), normalized
+    hidden = F.linear(normalized, named["fc1_weight"], named.get("fc1_bias"))
+    hidden = activated(hidden, layer.activation)
+    return F.linear(hidden, named["fc2_weight"], named.get("fc2_bias")), normalized
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float) -> Tensor:

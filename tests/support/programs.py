@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing.forkserver
 import os
 import runpy
@@ -105,6 +106,31 @@ def run_program(
         TimeoutError: if it takes longer.
     """
     return Program(*command, ranks=ranks, **environment).wait(timeout)
+
+
+def run_benchmark(name: str, out: Path, *options: str | Path, ranks: int = 0) -> tuple[str, Any, str]:
+    """Runs `benchmarks/<name>.py` on CPUs until it has written its results and a figure.
+
+    Args:
+        name: name of the script.
+        out: folder of the results, empty.
+        options: options of the command.
+        ranks: number of ranks that already exist.
+
+    Returns:
+        The name of the file of results, its content, and what was printed, which is the same with `--json`.
+    """
+    command = (f"benchmarks/{name}.py", "--device", "cpu", "--out", out, *options)
+    done = run_program(*command, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = out.glob("*.json")
+    assert written.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    payload = json.loads(written.read_text())
+    if "--json" in options:
+        printed = json.loads(done.stdout)
+        # With several shapes it is a list.
+        assert printed in (payload, [payload]), "--json prints something else, or something more"
+    return written.stem, payload, done.stdout
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.attention import join
 from flatfsdp.kernels.attention.join import join_heads
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import both, check_operator, garbage
 
-BOTH = pytest.mark.parametrize("run", [join.reference, join.launch], ids=["reference", "kernel"])
+BOTH = both(join.reference, join.launch)
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["apart", "interleaved"])
 SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (3, 1), (1, 1)])
 A, B = 5, 3
@@ -38,7 +39,7 @@ def expected(parts: tuple[Tensor, ...], interleaved: bool) -> Tensor:
 def joined(run: Any, parts: tuple[Tensor, ...], interleaved: bool) -> Tensor:
     """Joins into garbage memory."""
     width = sum(part.shape[2] * part.shape[3] for part in parts)
-    out = torch.full((A, B, width), torch.nan, device=parts[0].device, dtype=parts[0].dtype)
+    out = garbage(A, B, width, like=parts[0], dtype=parts[0].dtype)
     run(out, *parts, interleaved)
     return out
 
@@ -97,30 +98,19 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
-    library.opcheck(
-        torch.ops.flatfsdp.join_heads_.default, (torch.empty(2, 3, 64), query, key, key.clone(), True)
-    )
+    check_operator("join_heads_", torch.empty(2, 3, 64), query, key, key.clone(), True)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("dim", [128, 80])
 def test_compiles_for_hopper_with_wide_accesses(interleaved: bool, dim: int) -> None:
-    strides = {
-        f"{part}_{of}_stride": "i32" for part in ("query", "key", "value") for of in ("seq", "batch", "head")
-    }
+    strides = [f"{part}_{of}_stride" for part in ("query", "key", "value") for of in ("seq", "batch", "head")]
     tile = join.tile(torch.bfloat16, 96, dim)
-    compiled = compile_for_hopper(
-        "attention.join",
-        "_join_kernel",
-        {
-            **dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr"), "*bf16"),
-            **dict.fromkeys(("batch", "heads", "groups"), "i32"),
-            **strides,
-        },
-        {"DIM": dim, "INTERLEAVED": interleaved, "BLOCK_HEADS": tile.rows, "BLOCK_DIM": tile.cols},
-        num_warps=tile.warps,
-        aligned=tuple(strides),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    accesses = tile.rows * tile.cols // (32 * tile.warps) // 8
-    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == accesses
+    types = {
+        "out_ptr query_ptr key_ptr value_ptr": "*bf16",
+        " ".join(["batch heads groups", *strides]): "i32",
+    }
+    constants = {"DIM": dim, "INTERLEAVED": interleaved, "BLOCK_HEADS": tile.rows, "BLOCK_DIM": tile.cols}
+    compiled = compile_for_hopper("attention.join._join_kernel", types, constants, tile=tile, aligned=strides)
+    accesses = compiled.elements // 8
+    assert compiled.count("ld.global.v4.b32") == compiled.count("st.global.v4.b32") == accesses

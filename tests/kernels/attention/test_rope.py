@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.attention import rope
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import both, check_operator, garbage
 
-BOTH = pytest.mark.parametrize("run", [rope.reference, rope.launch], ids=["reference", "kernel"])
+BOTH = both(rope.reference, rope.launch)
 LAYOUTS = pytest.mark.parametrize("batch_first", [False, True], ids=["sbhd", "bshd"])
 PAIRS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 SEQ, BATCH, HEADS = 7, 2, 3
@@ -29,18 +30,10 @@ def random(dim: int, batch_first: bool, device: str, dtype: torch.dtype = torch.
     return torch.randn(shape, device=device).to(dtype)
 
 
-def turn(
-    run: Any,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    batch_first: bool = False,
-    interleaved: bool = False,
-    inverse: bool = False,
-) -> Tensor:
-    out = torch.full(x.shape, torch.nan, device=x.device, dtype=x.dtype)
-    run(out, x, cos, sin, batch_first, interleaved, inverse)
+def turn(run: Any, x: Tensor, cos: Tensor, sin: Tensor, **options: bool) -> Tensor:
+    """Turns into garbage memory."""
+    out = garbage(*x.shape, like=x, dtype=x.dtype)
+    run(out, x, cos, sin, *(options.get(name, False) for name in ("batch_first", "interleaved", "inverse")))
     return out
 
 
@@ -154,30 +147,16 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     x, (cos, sin) = random(32, False, "cpu"), tables(16, "cpu")
     for source in (x.clone(), None):
-        arguments = (x, source, cos, sin, False, True, False)
-        library.opcheck(torch.ops.flatfsdp.rope_.default, arguments)
+        check_operator("rope_", x, source, cos, sin, False, True, False)
 
 
 @PAIRS
 def test_it_compiles_for_hopper_with_wide_accesses(interleaved: bool) -> None:
-    heads, pairs, tail = 32, 64, 0
-    tile = rope.tile(torch.bfloat16, heads, pairs)
-    strides = tuple(f"{tensor}_{dim}_stride" for tensor in ("x", "out") for dim in ("seq", "batch", "head"))
-    compiled = compile_for_hopper(
-        "attention.rope",
-        "_rope_kernel",
-        {
-            **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),
-            **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
-            **dict.fromkeys(("batch", "heads", *strides), "i32"),
-        },
-        {
-            **{"PAIRS": pairs, "TAIL": tail, "INTERLEAVED": interleaved, "INVERSE": False},
-            **{"BLOCK_HEADS": tile.rows, "BLOCK_PAIRS": tile.cols, "BLOCK_TAIL": 1},
-        },
-        num_warps=tile.warps,
-        aligned=strides,
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    tile = rope.tile(torch.bfloat16, 32, 64)
+    strides = [f"{tensor}_{dim}_stride" for tensor in ("x", "out") for dim in ("seq", "batch", "head")]
+    types = {"x_ptr out_ptr": "*bf16", "cos_ptr sin_ptr": "*fp32", " ".join(["batch heads", *strides]): "i32"}
+    constants = {"PAIRS": 64, "TAIL": 0, "BLOCK_TAIL": 1, "INTERLEAVED": interleaved, "INVERSE": False}
+    constants |= {"BLOCK_HEADS": tile.rows, "BLOCK_PAIRS": tile.cols}
+    compiled = compile_for_hopper("attention.rope._rope_kernel", types, constants, tile=tile, aligned=strides)
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "st.global.b16" not in compiled.ptx

@@ -6,19 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast import cast as module
 from flatfsdp.kernels.cast.cast import cast, max_abs
 from flatfsdp.kernels.cast.transpose import transpose
-from flatfsdp.kernels.shared.tiles import Tile, find
-from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from flatfsdp.kernels.shared.tiles import find
+from tests.support.assertions import assert_raises
+from tests.support.kernels.compiling import DTYPE_OF, VECTOR, X_TYPES, Compiled, compile_for_hopper
 from tests.support.kernels.fp8_pairs import endangered_pairs
+from tests.support.kernels.running import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    INPUTS,
+    bits,
+    both,
+    check_operator,
+    garbage,
+    saturated,
+)
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
-FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
-INPUTS = pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+BOTH = both(module.reference, module.launch)
 
 
 def run_all(
@@ -27,17 +36,13 @@ def run_all(
     """Every output of one call, in poisoned memory."""
     rows, cols = x.shape
     outputs = {
-        "rowwise": torch.full((rows, cols), torch.nan, device=x.device).to(dtype),
-        "columnwise": torch.full((cols, rows), torch.nan, device=x.device).to(dtype),
+        "rowwise": garbage(rows, cols, like=x, dtype=dtype),
+        "columnwise": garbage(cols, rows, like=x, dtype=dtype),
         "amax": torch.full((1,), old_amax, device=x.device),
-        "column_sum": torch.full((cols,), torch.nan, device=x.device),
+        "column_sum": garbage(cols, like=x),
     }
     run(x, torch.full((1,), scale, device=x.device), *outputs.values())
     return outputs
-
-
-def bits(q: Tensor) -> Tensor:
-    return q.view(torch.uint8)
 
 
 def check_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
@@ -53,11 +58,6 @@ def check_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
         )
 
 
-def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    largest = torch.finfo(dtype).max
-    return exact.clamp(-largest, largest).to(dtype)
-
-
 @BOTH
 @FORMATS
 @INPUTS
@@ -70,8 +70,8 @@ def test_all_outputs_against_float64(
     out = run_all(run, x, scale, dtype)
     # One rounding of the product to FP32, one to FP8.
     product = (x.double() * torch.tensor(scale).double()).float()
-    check_bits("rowwise", out["rowwise"], rounded(product, dtype))
-    check_bits("columnwise", out["columnwise"].t(), rounded(product, dtype))
+    check_bits("rowwise", out["rowwise"], saturated(product, dtype))
+    check_bits("columnwise", out["columnwise"].t(), saturated(product, dtype))
     assert out["amax"].item() == x.double().abs().max().item()
     exact = x.double().sum(0)
     assert (out["column_sum"].double() - exact).norm() <= 1e-6 * x.double().abs().sum(0).norm()
@@ -90,8 +90,8 @@ def test_later_launches_of_one_shape(first: int, device: str) -> None:
         x, amax = memory[row, first : first + 16 * 48].view(16, 48), amaxes[row, first % 8 : first % 8 + 1]
         got = cast(x, scale, E4M3, amax=amax, columnwise=True)
         assert got.rowwise is not None and got.columnwise is not None
-        check_bits("rowwise", got.rowwise, rounded(x.float() * scale, E4M3))
-        check_bits("columnwise", got.columnwise.t(), rounded(x.float() * scale, E4M3))
+        check_bits("rowwise", got.rowwise, saturated(x.float() * scale, E4M3))
+        check_bits("columnwise", got.columnwise.t(), saturated(x.float() * scale, E4M3))
     assert torch.equal(amaxes.amax(1), memory[:, first : first + 16 * 48].abs().amax(1).float())
 
 
@@ -103,8 +103,8 @@ def test_special_values(run: Any, dtype: torch.dtype, device: str) -> None:
     values += [smallest, smallest / 4, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
     x = torch.tensor([values], device=device)
     out = run_all(run, x, 1.0, dtype)
-    check_bits("rowwise", out["rowwise"], rounded(x, dtype))
-    check_bits("columnwise", out["columnwise"].t(), rounded(x, dtype))
+    check_bits("rowwise", out["rowwise"], saturated(x, dtype))
+    check_bits("columnwise", out["columnwise"].t(), saturated(x, dtype))
     finite = out["rowwise"].float()
     assert finite[0, 4] == largest and finite[0, 5] == -largest, "infinity saturates"
     assert torch.equal(torch.signbit(finite[0, :2]), torch.tensor([False, True], device=device))
@@ -172,9 +172,7 @@ def test_nothing_is_cast_to_nothing(run: Any, shape: tuple[int, int], device: st
     assert transpose(result.rowwise).shape == shape[::-1]
 
 
-@pytest.mark.parametrize(
-    "run", [module.max_abs_reference, module.max_abs_launch], ids=["reference", "kernel"]
-)
+@both(module.max_abs_reference, module.max_abs_launch)
 @INPUTS
 @pytest.mark.parametrize("shape", [(1, 1), (5, 123), (33, 1000)])
 def test_max_abs(run: Any, x_dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
@@ -210,7 +208,7 @@ def test_a_second_run_has_the_same_bits(device: str) -> None:
 def test_4097_rows_in_one_column_tile(device: str) -> None:
     x = torch.randn(4097, 16, device=device).bfloat16()
     out = run_all(module.launch, x, 8.0, E4M3)
-    assert torch.equal(bits(out["columnwise"]), bits(rounded(x.float() * 8, E4M3)).t())
+    assert torch.equal(bits(out["columnwise"]), bits(saturated(x.float() * 8, E4M3)).t())
     assert (out["column_sum"].double() - x.double().sum(0)).abs().max() < 1e-4
 
 
@@ -224,99 +222,68 @@ def test_only_what_is_asked_for_comes_back(wanted: tuple[bool, bool], device: st
         if column_sum is not None:
             assert result.column_sum is not None and result.column_sum.dtype == column_sum
         if rowwise:
-            assert torch.equal(bits(result.rowwise), bits(rounded(x, E4M3)))
+            assert torch.equal(bits(result.rowwise), bits(saturated(x, E4M3)))
         if columnwise:
-            assert torch.equal(bits(result.columnwise), bits(rounded(x, E4M3)).t())
+            assert torch.equal(bits(result.columnwise), bits(saturated(x, E4M3)).t())
 
 
 def test_what_does_not_fit_is_named() -> None:
     x, one = torch.randn(4, 6), torch.ones(1)
     with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(6, 4\) and strides \(1, 6\)"):
         cast(x.t(), one, E4M3)
-    with pytest.raises(ValueError, match=r"x is torch\.float64"):
-        cast(x.double(), one, E4M3)
-    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(24,\)"):
-        max_abs(x.flatten())
-    with pytest.raises(ValueError, match=r"out is torch\.float32 \(2,\)"):
-        max_abs(x, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16"):
-        cast(x, one, torch.bfloat16)
-    with pytest.raises(ValueError, match="at least one layout"):
-        cast(x, one, E4M3, rowwise=False)
-    with pytest.raises(ValueError, match=r"scale is torch\.float32 \(2,\)"):
-        cast(x, torch.ones(2), E4M3)
-    with pytest.raises(ValueError, match=r"amax is torch\.float64"):
-        cast(x, one, E4M3, amax=one.double())
+    assert_raises(ValueError, r"x is torch\.float64", cast, x.double(), one, E4M3)
+    assert_raises(ValueError, r"x is torch\.float32 of shape \(24,\)", max_abs, x.flatten())
+    assert_raises(ValueError, r"out is torch\.float32 \(2,\)", max_abs, x, torch.zeros(2))
+    assert_raises(ValueError, r"dtype is torch\.bfloat16", cast, x, one, torch.bfloat16)
+    assert_raises(ValueError, "at least one layout", cast, x, one, E4M3, rowwise=False)
+    assert_raises(ValueError, r"scale is torch\.float32 \(2,\)", cast, x, torch.ones(2), E4M3)
+    assert_raises(ValueError, r"amax is torch\.float64", cast, x, one, E4M3, amax=one.double())
 
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
-    # The comparison of "test_schema" has no arithmetic for FP8.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     x, one = torch.randn(4, 6), torch.ones(1)
     q, q_t = x.to(E4M3), x.t().contiguous().to(E4M3)
-    operators = torch.ops.flatfsdp
-    for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
-        library.opcheck(operators.cast_.default, arguments, test_utils=tests)
-    library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
+    check_operator("cast_", x, one, q, q_t, torch.zeros(1), torch.zeros(6))
+    check_operator("cast_", x, one, None, q_t, None, None)
+    check_operator("max_abs_", x, torch.zeros(1))
 
 
-def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:
-    x_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[x_type]
-    tile = find("cast, sum" if is_summed else "cast", x_dtype, 4096)
-    sums = {"band_sums_ptr": "*fp32"} if is_summed else {}
-    compiled = compile_for_hopper(
-        "cast.cast",
-        "_cast_kernel",
-        {
-            **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32"},
-            **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
-            **{"rows": "i32", "cols": "i32"},
-            **sums,
-        },
-        {
-            **({} if is_summed else {"band_sums_ptr": None}),
-            **{"IS_EARLY": True, "WHOLE": "rows" in aligned, "PAIRS": tile.rows // 2},
-            **{"BLOCK_COLS": tile.cols},
-        },
-        num_warps=tile.warps,
-        aligned=aligned,
-    )
-    return compiled, tile
+def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> Compiled:
+    types = {"scale_ptr amax_ptr band_sums_ptr": "*fp32", "rowwise_ptr columnwise_ptr": "*fp8e4nv"}
+    types |= {"x_ptr": f"*{x_type}", "rows cols": "i32"}
+    constants = {
+        "IS_EARLY": True,
+        "WHOLE": "rows" in aligned,
+        **({} if is_summed else {"band_sums_ptr": None}),
+    }
+    tile = find("cast, sum" if is_summed else "cast", DTYPE_OF[x_type], 4096)
+    return compile_for_hopper("cast.cast._cast_kernel", types, constants, tile=tile, aligned=aligned)
 
 
-@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+@X_TYPES
 @pytest.mark.parametrize("is_summed", [False, True])
 def test_cast_compiles_for_hopper_without_spills(x_type: str, is_summed: bool) -> None:
-    compiled, tile = compiled_cast(x_type, is_summed, ("rows", "cols"))
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    compiled = compiled_cast(x_type, is_summed, ("rows", "cols"))
     # The input and both outputs, all 16 bytes wide.
-    per_thread = tile.rows * tile.cols // (32 * tile.warps)
-    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
-    assert compiled.ptx.count("st.global.v4.b32") == 2 * per_thread // 16
+    assert compiled.count("ld.global.v4.b32") == compiled.elements // VECTOR[x_type]
+    assert compiled.count("st.global.v4.b32") == 2 * compiled.elements // 16
     assert ("mma.sync" in compiled.ptx) == (is_summed and x_type == "bf16")
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
-    assert compiled.ptx.count("atom.global") == 1, "one for a program"
+    assert compiled.count("atom.global") == 1, "one for a program"
     assert not endangered_pairs(compiled.ptx)
 
 
 @pytest.mark.parametrize("aligned", [(), ("cols",)], ids=["nothing", "cols"])
 @pytest.mark.parametrize("is_summed", [False, True])
 def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(is_summed: bool, aligned: tuple[str, ...]) -> None:
-    assert not endangered_pairs(compiled_cast("fp32", is_summed, aligned)[0].ptx)
+    assert not endangered_pairs(compiled_cast("fp32", is_summed, aligned).ptx)
 
 
-@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+@X_TYPES
 def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
     tile = find("max_abs", torch.bfloat16, 4096)
-    compiled = compile_for_hopper(
-        "cast.cast",
-        "_max_abs_kernel",
-        {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"},
-        {"BLOCK": tile.cols},
-        num_warps=tile.warps,
-        aligned=("numel",),
-    )
-    assert compiled.spilled == 0 and compiled.registers <= {"bf16": 64, "fp32": 128}[x_type]
-    per_thread = tile.cols // (32 * tile.warps)
-    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
-    assert compiled.ptx.count("atom.global") == 1
+    types = {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"}
+    compiled = compile_for_hopper("cast.cast._max_abs_kernel", types, {}, tile=tile, aligned=["numel"])
+    assert compiled.registers <= {"bf16": 64, "fp32": 128}[x_type]
+    assert compiled.count("ld.global.v4.b32") == compiled.elements // VECTOR[x_type]
+    assert compiled.count("atom.global") == 1

@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast import column_sum as module
 from flatfsdp.kernels.cast.column_sum import column_sum, division
 from flatfsdp.kernels.shared.outputs import rows_at_once
-from flatfsdp.kernels.shared.tiles import Tile, find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from flatfsdp.kernels.shared.tiles import find
+from tests.support.kernels.compiling import DTYPE_OF, VECTOR, X_TYPES, compile_for_hopper
+from tests.support.kernels.running import DTYPES, both, check_operator, garbage
 
-BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+BOTH = both(module.reference, module.launch)
 
 
 def summed(run: Any, x: Tensor) -> Tensor:
     """Sums into garbage memory."""
-    out = torch.full((x.shape[1],), torch.nan, device=x.device)
+    out = garbage(x.shape[1], like=x)
     run(x, out)
     return out
 
@@ -95,47 +95,25 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
-    library.opcheck(torch.ops.flatfsdp.column_sum_.default, (torch.randn(4, 6), torch.zeros(6)))
+    check_operator("column_sum_", torch.randn(4, 6), torch.zeros(6))
 
 
-def vector(x_type: str) -> int:
-    return {"bf16": 8, "fp32": 4}[x_type]
-
-
-@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+@X_TYPES
 @pytest.mark.parametrize("cols", [4096, 12288])
 def test_it_compiles_for_hopper_with_wide_loads(x_type: str, cols: int) -> None:
-    tile: Tile = find("column_sum", {"bf16": torch.bfloat16, "fp32": torch.float32}[x_type], cols)
-    compiled = compile_for_hopper(
-        "cast.column_sum",
-        "_column_sum_kernel",
-        {
-            **dict.fromkeys(("x_ptr", "out_ptr"), f"*{x_type}"),
-            **dict.fromkeys(("rows", "cols", "steps"), "i32"),
-        },
-        {
-            **{"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-            "SUM_ROWS": rows_at_once(tile, vector(x_type)),
-        },
-        num_warps=tile.warps,
-        aligned=("rows", "cols"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    tile = find("column_sum", DTYPE_OF[x_type], cols)
+    types = {"x_ptr out_ptr": f"*{x_type}", "rows cols steps": "i32"}
+    constants = {"SUM_ROWS": rows_at_once(tile, VECTOR[x_type])}
+    kernel = "cast.column_sum._column_sum_kernel"
+    compiled = compile_for_hopper(kernel, types, constants, tile=tile, aligned=["rows", "cols"])
     # Accesses in flight before the loop, and in its body.
-    accesses = tile.rows * tile.cols // (32 * tile.warps) // vector(x_type)
-    assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
+    accesses = compiled.elements // VECTOR[x_type]
+    assert compiled.count("cp.async.cg.shared.global") == accesses * tile.stages
 
 
 @pytest.mark.parametrize("cols", [4096, 8192, 16384])
 def test_bands_are_read_after_the_kernel_that_writes_them(cols: int) -> None:
-    tile = find("sum_bands", torch.float32, cols)
-    compiled = compile_for_hopper(
-        "shared.outputs",
-        "_sum_bands_kernel",
-        {"bands_ptr": "*fp32", "out_ptr": "*bf16", **dict.fromkeys(("bands", "cols"), "i32")},
-        {"IS_EARLY": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
-        num_warps=tile.warps,
-        aligned=("cols",),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    tile, kernel = find("sum_bands", torch.float32, cols), "shared.outputs._sum_bands_kernel"
+    types = {"bands_ptr": "*fp32", "out_ptr": "*bf16", "bands cols": "i32"}
+    compiled = compile_for_hopper(kernel, types, {"IS_EARLY": True}, tile=tile, aligned=["cols"])
     assert 0 < compiled.ptx.index("griddepcontrol.wait") < compiled.ptx.index("ld.global")

@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast import overflows, scaling
 from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import both, check_operator
 
 E4M3 = 448.0
-BOTH = pytest.mark.parametrize(
-    "run", [overflows.count_reference, overflows.count_launch], ids=["reference", "kernel"]
-)
+BOTH = both(overflows.count_reference, overflows.count_launch)
 AMAX = [0.0, 1.0, 224.0, 224.00002, 1e30, math.inf, math.nan, 2.0**-149]
 
 
@@ -78,18 +77,11 @@ def test_wrong_shapes_and_dtypes_are_named() -> None:
 
 def test_faked_calls_go_through_the_operator() -> None:
     three, counts = torch.ones(3), torch.zeros(4, 3, dtype=torch.int64)
-    library.opcheck(torch.ops.flatfsdp.count_overflows_.default, (three, three, three, counts))
+    check_operator("count_overflows_", three, three, three, counts)
 
 
 def test_it_compiles_for_hopper() -> None:
-    compiled = compile_for_hopper(
-        "cast.overflows",
-        "_count_kernel",
-        {
-            **dict.fromkeys(("amax_ptr", "scale_ptr", "fp8_max_ptr"), "*fp32"),
-            **{"counts_ptr": "*i64", "n": "i32"},
-        },
-        {"INFINITY": overflows.INFINITY, "BLOCK": overflows.BLOCK},
-    )
-    assert compiled.spilled == 0
+    types = {"amax_ptr scale_ptr fp8_max_ptr": "*fp32", "counts_ptr": "*i64", "n": "i32"}
+    constants = {"INFINITY": overflows.INFINITY, "BLOCK": overflows.BLOCK}
+    compiled = compile_for_hopper("cast.overflows._count_kernel", types, constants)
     assert "div.rn.f32" in compiled.ptx and "div.full" not in compiled.ptx

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast import scaling
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import both, check_operator
 
 E4M3, E5M2 = 448.0, 57344.0
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-149
-BOTH = pytest.mark.parametrize(
-    "run", [scaling.update_reference, scaling.update_launch], ids=["reference", "kernel"]
-)
-CURRENT = pytest.mark.parametrize(
-    "run", [scaling.current_reference, scaling.current_launch], ids=["reference", "kernel"]
-)
+CONSTANTS = {"FLT_MAX": LARGEST, "EXPONENT": scaling.EXPONENT}
+BOTH = both(scaling.update_reference, scaling.update_launch)
+CURRENT = both(scaling.current_reference, scaling.current_launch)
 
 
 def update(
@@ -173,45 +171,24 @@ def test_wrong_shapes_and_dtypes_are_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     scale, history = torch.ones(3), torch.rand(4, 3)
     fp8_max, outputs = torch.full((3,), E4M3), (torch.empty(3), torch.empty(3))
-    operators = torch.ops.flatfsdp
-    library.opcheck(operators.update_scales_.default, (history, scale, fp8_max, *outputs, False, 0.0, True))
-    library.opcheck(operators.current_scales_.default, (scale, fp8_max, *outputs, 0.0, True))
+    check_operator("update_scales_", history, scale, fp8_max, *outputs, False, 0.0, True)
+    check_operator("current_scales_", scale, fp8_max, *outputs, 0.0, True)
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
 def test_updates_compile_for_hopper_without_spills(most_recent: bool) -> None:
     tile = scaling.update_tile(1024)
-    compiled = compile_for_hopper(
-        "cast.scaling",
-        "_update_kernel",
-        {
-            **dict.fromkeys(("history_ptr", "old_scale_ptr", "fp8_max_ptr"), "*fp32"),
-            **{"scale_ptr": "*fp32", "scale_inv_ptr": "*fp32", "n": "i32", "inverse_margin": "fp32"},
-        },
-        {
-            **{"LENGTH": 1024, "MOST_RECENT": most_recent, "POWER_OF_TWO": True, "FLT_MAX": LARGEST},
-            **{"EXPONENT": scaling.EXPONENT, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
-        },
-        num_warps=tile.warps,
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    types = {"history_ptr old_scale_ptr fp8_max_ptr scale_ptr scale_inv_ptr": "*fp32"}
+    types |= {"n": "i32", "inverse_margin": "fp32"}
+    constants = {"LENGTH": 1024, "MOST_RECENT": most_recent, **CONSTANTS, "POWER_OF_TWO": True}
+    compiled = compile_for_hopper("cast.scaling._update_kernel", types, constants, tile=tile)
     assert "div.rn.f32" in compiled.ptx and "div.full" not in compiled.ptx
     barrier, first_store = (compiled.ptx.index(text) for text in ("bar.sync", "st.global"))
     assert barrier < first_store, "a history's rows have all been read before one is written"
 
 
 def test_current_scales_compile_for_hopper() -> None:
-    compiled = compile_for_hopper(
-        "cast.scaling",
-        "_current_kernel",
-        {
-            **dict.fromkeys(("amax_ptr", "fp8_max_ptr", "scale_ptr", "scale_inv_ptr"), "*fp32"),
-            **{"n": "i32", "epsilon": "fp32"},
-        },
-        {
-            **{"POWER_OF_TWO": False, "FLT_MAX": LARGEST},
-            **{"EXPONENT": scaling.EXPONENT, "BLOCK": scaling.BLOCK},
-        },
-    )
-    assert compiled.spilled == 0
+    types = {"amax_ptr fp8_max_ptr scale_ptr scale_inv_ptr": "*fp32", "n": "i32", "epsilon": "fp32"}
+    constants = {**CONSTANTS, "POWER_OF_TWO": False, "BLOCK": scaling.BLOCK}
+    compiled = compile_for_hopper("cast.scaling._current_kernel", types, constants)
     assert "div.rn.f32" in compiled.ptx and "div.full" not in compiled.ptx

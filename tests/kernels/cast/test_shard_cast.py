@@ -7,25 +7,21 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast import cast as one_by_one
 from flatfsdp.kernels.cast import shard_cast as module
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.shared.tiles import find
+from tests.support.assertions import assert_raises
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from tests.support.kernels.compiling import Compiled, compile_for_hopper
 from tests.support.kernels.fp8_pairs import endangered_pairs
+from tests.support.kernels.running import E4M3, E5M2, FORMATS, bits, both, check_operator, saturated
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-MAX_ABS = pytest.mark.parametrize(
-    "run", [module.max_abs_reference, module.max_abs_launch], ids=["reference", "kernel"]
-)
-CAST = pytest.mark.parametrize(
-    "run", [module.cast_reference, module.cast_launch], ids=["reference", "kernel"]
-)
-FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+MAX_ABS = both(module.max_abs_reference, module.max_abs_launch)
+CAST = both(module.cast_reference, module.cast_launch)
 THROUGH = pytest.mark.parametrize("through", [BF16, FP16, FP32])
 ROUNDINGS = pytest.mark.parametrize(
     ("source_dtype", "through"), [(FP32, BF16), (FP32, FP16), (FP32, FP32), (BF16, BF16), (FP16, BF16)]
@@ -67,10 +63,6 @@ def poisoned_slices(
 
 def random_scales(n: int, device: str) -> Tensor:
     return torch.randn(n, device=device).exp() * 30
-
-
-def bits(q: Tensor) -> Tensor:
-    return q.view(torch.uint8)
 
 
 @MAX_ABS
@@ -133,11 +125,10 @@ def test_cast_against_float64(
     flat, targets = poisoned_slices(NUMELS, dtype, gap, device)
     scale = random_scales(len(NUMELS), device)
     run(scale, sources, targets, through)
-    largest = torch.finfo(dtype).max
     for source, target, factor in zip(sources, targets, scale, strict=True):
         # One rounding of the product to FP32, one to FP8.
         product = (source.to(through).double() * factor.double()).float()
-        assert torch.equal(bits(target), bits(product.clamp(-largest, largest).to(dtype)))
+        assert torch.equal(bits(target), bits(saturated(product, dtype)))
     written = torch.zeros(flat.numel(), dtype=torch.bool, device=device)
     for view in slices(written, NUMELS, gap):
         view.fill_(True)
@@ -170,7 +161,7 @@ def test_special_values(run: Any, through: torch.dtype, dtype: torch.dtype, devi
     sources[1][: len(values)] = sources[0]
     _, targets = poisoned_slices([len(values), BLOCK], dtype, 16, device)
     run(torch.ones(2, device=device), sources, targets, through)
-    expected = sources[0].to(through).float().clamp(-largest, largest).to(dtype)
+    expected = saturated(sources[0].to(through).float(), dtype)
     for target in targets:
         ours, theirs = target[: len(values)].float(), expected.float()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -235,8 +226,7 @@ def test_what_does_not_fit_is_named() -> None:
     x, q, two = torch.randn(4), torch.zeros(4).to(E4M3), torch.ones(2)
     with pytest.raises(ValueError, match=r"amax is torch\.float32 \(2,\).* shape \(1,\)"):
         max_abs_many([x], two, through=BF16)
-    with pytest.raises(ValueError, match=r"amax is torch\.float64"):
-        max_abs_many([x, x], two.double(), through=BF16)
+    assert_raises(ValueError, r"amax is torch\.float64", max_abs_many, [x, x], two.double(), through=BF16)
     with pytest.raises(ValueError, match=r"tensors\[1\] is torch\.float64"):
         max_abs_many([x, x.double()], two, through=BF16)
     with pytest.raises(
@@ -247,12 +237,9 @@ def test_what_does_not_fit_is_named() -> None:
         max_abs_many([x.int(), x], two, through=BF16)
     with pytest.raises(ValueError, match=r"tensors\[0\] .* strides \(2,\) on cpu; it must be contiguous"):
         max_abs_many([x[::2], x], two, through=BF16)
-    with pytest.raises(ValueError, match=r"through is torch\.float64"):
-        max_abs_many([x, x], two, through=torch.float64)
-    with pytest.raises(ValueError, match="2 sources and 1 targets"):
-        cast_many([x, x], [q], two, through=BF16)
-    with pytest.raises(ValueError, match=r"scale is torch\.float32 \(2,\)"):
-        cast_many([x], [q], two, through=BF16)
+    assert_raises(ValueError, r"through is torch\.float64", max_abs_many, [x, x], two, through=torch.float64)
+    assert_raises(ValueError, "2 sources and 1 targets", cast_many, [x, x], [q], two, through=BF16)
+    assert_raises(ValueError, r"scale is torch\.float32 \(2,\)", cast_many, [x], [q], two, through=BF16)
     with pytest.raises(ValueError, match=r"sources\[1\] is torch\.float32 of shape \(2, 2\)"):
         cast_many([x, x.view(2, 2)], [q, q], two, through=BF16)
     with pytest.raises(ValueError, match=r"targets\[0\] is torch\.bfloat16"):
@@ -270,12 +257,8 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     sources, one = [torch.randn(4), torch.randn(7)], torch.ones(2)
     targets = [source.to(E4M3) for source in sources]
-    operators = torch.ops.flatfsdp
-    library.opcheck(operators.max_abs_many_.default, (one, sources, BF16))
-    # The comparison of "test_schema" has no arithmetic for FP8.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (one, sources, targets, BF16)
-    library.opcheck(operators.cast_many_.default, arguments, test_utils=tests)
+    check_operator("max_abs_many_", one, sources, BF16)
+    check_operator("cast_many_", one, sources, targets, BF16)
 
 
 @pytest.mark.gpu
@@ -308,39 +291,34 @@ def test_the_host_does_not_wait() -> None:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours_targets, targets, strict=True))
 
 
-def compiled(kernel: str, source: str, constants: dict[str, Any]) -> tuple[Compiled, int]:
-    """The kernel, and the number of elements of a thread."""
-    tile = find(kernel, FP32, 1)
-    name = {"max_abs_many": "amax_ptr", "cast_many": "scale_ptr"}[kernel]
-    result = compile_for_hopper(
-        "cast.shard_cast",
-        f"_{kernel}_kernel",
-        {name: "*fp32", "table_ptr": "*i64", "n": "i32"},
-        {"N_POW2": 512, "THROUGH": tl.bfloat16, "ALIGNED": True, "BLOCK": tile.cols, **constants},
-        num_warps=tile.warps,
+def compiled(kernel: str, **constants: Any) -> Compiled:
+    scale = {"max_abs_many": "amax_ptr", "cast_many": "scale_ptr"}[kernel]
+    types = {scale: "*fp32", "table_ptr": "*i64", "n": "i32"}
+    constants |= {"N_POW2": 512, "THROUGH": tl.bfloat16, "ALIGNED": True}
+    return compile_for_hopper(
+        f"cast.shard_cast._{kernel}_kernel", types, constants, tile=find(kernel, FP32, 1)
     )
-    assert result.spilled == 0 and result.shared <= SHARED_LIMIT
-    return result, tile.cols // (32 * tile.warps)
 
 
-WIDE_LOADS = {"float32": 4, "bfloat16": 8}
-"""Number of elements in 16 bytes."""
+SOURCES = pytest.mark.parametrize(("source", "vector"), [("float32", 4), ("bfloat16", 8)])
+"""Dtypes, and the number of elements in 16 bytes."""
 
 
-@pytest.mark.parametrize("source", ["float32", "bfloat16"])
-def test_max_abs_compiles_for_hopper_with_wide_loads_and_without_spills(source: str) -> None:
-    result, per_thread = compiled("max_abs_many", source, {"DTYPE": getattr(tl, source)})
-    assert result.ptx.count("ld.global.v4.b32") == per_thread // WIDE_LOADS[source]
-    assert result.ptx.count("atom.global") == 1, "one for a program"
+@SOURCES
+def test_max_abs_compiles_for_hopper_with_wide_loads_and_without_spills(source: str, vector: int) -> None:
+    result = compiled("max_abs_many", DTYPE=getattr(tl, source))
+    assert result.count("ld.global.v4.b32") == result.elements // vector
+    assert result.count("atom.global") == 1, "one for a program"
     assert result.registers <= 128
 
 
-@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+@SOURCES
 @pytest.mark.parametrize("target", ["float8e4nv", "float8e5"])
-def test_cast_compiles_for_hopper_with_wide_loads_and_without_spills(source: str, target: str) -> None:
-    constants = {"SOURCE": getattr(tl, source), "TARGET": getattr(tl, target)}
-    result, per_thread = compiled("cast_many", source, constants)
-    assert result.ptx.count("ld.global.v4.b32") == per_thread // WIDE_LOADS[source]
-    assert result.ptx.count("st.global.v4.b32") == per_thread // 16
+def test_cast_compiles_for_hopper_with_wide_loads_and_without_spills(
+    source: str, vector: int, target: str
+) -> None:
+    result = compiled("cast_many", SOURCE=getattr(tl, source), TARGET=getattr(tl, target))
+    assert result.count("ld.global.v4.b32") == result.elements // vector
+    assert result.count("st.global.v4.b32") == result.elements // 16
     assert "cvt.rn.satfinite" in result.ptx
     assert not endangered_pairs(result.ptx)

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
 
 from flatfsdp.kernels.cast import transpose as module
 from flatfsdp.kernels.cast.transpose import transpose, transpose_many
 from flatfsdp.kernels.shared.tiles import find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def bits(q: Tensor) -> Tensor:
-    return q.view(torch.uint8)
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import E4M3, E5M2, bits, check_operator
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (123, 48), (129, 1000), (144, 272)])
@@ -67,33 +61,24 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
-    # The comparison of "test_schema" has no arithmetic for FP8.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    operators = torch.ops.flatfsdp
     q, q_t = (torch.randn(shape).to(E4M3) for shape in ((4, 6), (6, 4)))
-    library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
-    library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
+    check_operator("transpose_", q, q_t)
+    check_operator("transpose_many_", q, [q], [q_t])
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_transposes_compile_for_hopper_without_spills(many: bool) -> None:
-    if many:
-        kernel, signature = "_transpose_many_kernel", {"table_ptr": "*i64", "n": "i32"}
-        constants = {"N_POW2": 16}
-    else:
-        kernel = "_transpose_kernel"
-        signature = {"q_ptr": "*u8", "out_ptr": "*u8", "rows": "i32", "cols": "i32"}
-        constants = {}
-    tile = find("transpose", E4M3, 4096)
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        ("_transpose_kernel", {"q_ptr out_ptr": "*u8", "rows cols": "i32"}, {}),
+        ("_transpose_many_kernel", {"table_ptr": "*i64", "n": "i32"}, {"N_POW2": 16}),
+    ],
+)
+def test_transposes_compile_for_hopper_without_spills(kernel: str, types: Any, constants: Any) -> None:
+    tile, constants = find("transpose", E4M3, 4096), {"WHOLE": True, **constants}
     compiled = compile_for_hopper(
-        "cast.transpose",
-        kernel,
-        signature,
-        {"WHOLE": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **constants},
-        num_warps=tile.warps,
-        aligned=("rows", "cols"),
+        f"cast.transpose.{kernel}", types, constants, tile=tile, aligned=["rows", "cols"]
     )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
-    accesses = tile.rows * tile.cols // (32 * tile.warps) // 16
-    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == accesses
+    accesses = compiled.elements // 16
+    assert compiled.registers <= 64
+    assert compiled.count("ld.global.v4.b32") == compiled.count("st.global.v4.b32") == accesses
     assert "ldmatrix" in compiled.ptx, "single bytes from shared memory would be the bottleneck"

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.cast.block_cast import block_cast
 from flatfsdp.kernels.gemm import block_gemm as module
 from flatfsdp.kernels.gemm.block_gemm import block_scaled_mm, dequantize
+from tests.support.kernels.running import E4M3, check_operator
 
-E4M3 = torch.float8_e4m3fn
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 PAIRINGS = pytest.mark.parametrize("b_block", ["1x128", "128x128"])
@@ -113,29 +113,22 @@ def test_no_rows() -> None:
 def test_what_does_not_fit_is_named() -> None:
     (a, a_inv), (b, b_inv) = quantized(48, 640, "1x128"), quantized(272, 640, "128x128")
     dtype = torch.bfloat16
-    with pytest.raises(ValueError, match=r"take torch\.float8_e4m3fn only"):
-        block_scaled_mm(a.to(torch.float8_e5m2), a_inv, b, b_inv, dtype)
-    with pytest.raises(ValueError, match=r"a \[M, K\] is \(40, 640\); .* multiple of 16 rows"):
-        block_scaled_mm(a[:40], a_inv[:40], b, b_inv, dtype)
-    with pytest.raises(ValueError, match=r"b \[N, K\] is \(270, 640\)"):
-        block_scaled_mm(a, a_inv, b[:270], b_inv, dtype)
-    with pytest.raises(ValueError, match=r"a_scale_inv is .* \(48, 5\) with strides \(1, 48\) on"):
-        block_scaled_mm(a, a_inv.contiguous(), b, b_inv, dtype)
-    with pytest.raises(
-        ValueError, match=r"b_scale_inv is .* \(3, 8\) with strides \(8, 1\) on .* block_cast"
+    for message, arguments in (
+        (r"take torch\.float8_e4m3fn only", (a.to(torch.float8_e5m2), a_inv, b, b_inv, dtype)),
+        (r"a \[M, K\] is \(40, 640\); .* multiple of 16 rows", (a[:40], a_inv[:40], b, b_inv, dtype)),
+        (r"b \[N, K\] is \(270, 640\)", (a, a_inv, b[:270], b_inv, dtype)),
+        (r"a_scale_inv is .* \(48, 5\) with strides \(1, 48\) on", (a, a_inv.contiguous(), b, b_inv, dtype)),
+        (
+            r"b_scale_inv is .* \(3, 8\) with strides \(8, 1\) on .* block_cast",
+            (a, a_inv, b, b_inv[:, :5].contiguous(), dtype),
+        ),
+        (r"b_scale_inv is torch\.bfloat16", (a, a_inv, b, b_inv.bfloat16(), dtype)),
+        (r"out_dtype is torch\.float8", (a, a_inv, b, b_inv, E4M3)),
     ):
-        block_scaled_mm(a, a_inv, b, b_inv[:, :5].contiguous(), dtype)
-    with pytest.raises(ValueError, match=r"b_scale_inv is torch\.bfloat16"):
-        block_scaled_mm(a, a_inv, b, b_inv.bfloat16(), dtype)
-    with pytest.raises(ValueError, match=r"out_dtype is torch\.float8"):
-        block_scaled_mm(a, a_inv, b, b_inv, E4M3)
+        with pytest.raises(ValueError, match=message):
+            block_scaled_mm(*arguments)
 
 
 def test_operator() -> None:
     (a, a_inv), (b, b_inv) = quantized(48, 640, "1x128"), quantized(272, 640, "128x128")
-    library.opcheck(
-        torch.ops.flatfsdp.block_scaled_mm_.default,
-        (a, b, a_inv, b_inv, a.new_empty(48, 272, dtype=torch.bfloat16)),
-        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
+    check_operator("block_scaled_mm_", a, b, a_inv, b_inv, a.new_empty(48, 272, dtype=torch.bfloat16))

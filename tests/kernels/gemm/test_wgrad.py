@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.gemm import cublas_lt
 from flatfsdp.kernels.gemm import wgrad as module
 from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
+from tests.support.assertions import assert_raises
 from tests.support.kernels.fake_cublas_lt import FakeCublasLt
+from tests.support.kernels.running import E4M3, E5M2, check_operator
 from tests.support.plain_layers import error
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
 OUT, IN, TOKENS = 48, 80, 32
 
@@ -275,28 +276,21 @@ def test_what_does_not_fit_is_named() -> None:
     target, dy, x = torch.empty(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN)
     dy_t, x_t, one = dy.t().contiguous().to(E5M2), x.t().contiguous().to(E4M3), torch.ones(1)
     scales = {"dy_scale_inv": one, "x_scale_inv": one}
-    with pytest.raises(ValueError, match=r"target is torch\.bfloat16"):
-        wgrad(target.bfloat16(), dy, x, first=True)
-    with pytest.raises(ValueError, match=r"with strides \(1, 48\)"):
-        wgrad(torch.empty(IN, OUT).t(), dy, x, first=True)
+    assert_raises(ValueError, r"target is torch\.bfloat16", wgrad, target.bfloat16(), dy, x, first=True)
+    assert_raises(ValueError, r"with strides \(1, 48\)", wgrad, torch.empty(IN, OUT).t(), dy, x, first=True)
     with pytest.raises(ValueError, match=r"dy is torch\.float32 and x torch\.bfloat16"):
         wgrad(target, dy, x.bfloat16(), first=True)
-    with pytest.raises(ValueError, match=r"target \[out, in\] = \(48, 80\)"):
-        wgrad(target, x, dy, first=True)
-    with pytest.raises(ValueError, match="are for FP8 operands"):
-        wgrad(target, dy, x, first=True, **scales)
+    assert_raises(ValueError, r"target \[out, in\] = \(48, 80\)", wgrad, target, x, dy, first=True)
+    assert_raises(ValueError, "are for FP8 operands", wgrad, target, dy, x, first=True, **scales)
     with pytest.raises(ValueError, match="x_scale_inv is missing"):
         wgrad(target, dy_t, x_t, first=True, dy_scale_inv=one)
     with pytest.raises(ValueError, match=r"dy_scale_inv is torch\.float32 \(2,\)"):
         wgrad(target, dy_t, x_t, first=True, dy_scale_inv=torch.ones(2), x_scale_inv=one)
-    with pytest.raises(ValueError, match="at most one in E5M2"):
-        wgrad(target, dy_t, x_t.to(E5M2), first=True, **scales)
-    with pytest.raises(ValueError, match="two FP8 operands"):
-        wgrad(target, dy_t, x, first=True, **scales)
+    assert_raises(ValueError, "at most one in E5M2", wgrad, target, dy_t, x_t.to(E5M2), first=True, **scales)
+    assert_raises(ValueError, "two FP8 operands", wgrad, target, dy_t, x, first=True, **scales)
     with pytest.raises(ValueError, match=r"have to be transposed"):
         wgrad(target, dy.to(E5M2), x.to(E4M3), first=True, **scales)
-    with pytest.raises(ValueError, match="columnwise=True"):
-        wgrad(target, dy.to(E5M2).t(), x_t, first=True, **scales)
+    assert_raises(ValueError, "columnwise=True", wgrad, target, dy.to(E5M2).t(), x_t, first=True, **scales)
     with pytest.raises(ValueError, match=r"are \(48, 80, 24\); FP8 GEMMs need multiples of 16"):
         wgrad(target, dy_t[:, :24].contiguous(), x_t[:, :24].contiguous(), first=True, **scales)
 
@@ -309,11 +303,6 @@ def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
         torch.randn(TOKENS, IN),
         torch.ones(1),
     )
-    library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
+    check_operator("wgrad_", target, dy, x, first)
     dy_t, x_t = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-    library.opcheck(
-        torch.ops.flatfsdp.wgrad_fp8_.default,
-        (target, dy_t, x_t, one, one, first, True),
-        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
-        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
+    check_operator("wgrad_fp8_", target, dy_t, x_t, one, one, first, True)

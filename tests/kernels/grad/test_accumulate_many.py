@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.grad import accumulate_many as module
 from flatfsdp.kernels.grad.accumulate_many import accumulate_many
@@ -17,9 +17,10 @@ from flatfsdp.kernels.shared import tables
 from flatfsdp.kernels.shared.tables import kept_table
 from flatfsdp.kernels.shared.tiles import find
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import both, check_operator
 
-BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+BOTH = both(module.reference, module.launch)
 TILE = find("accumulate_many", torch.bfloat16, 1)
 BLOCK = TILE.cols
 NUMELS = [5, 16, 123, BLOCK, BLOCK + 1, 2 * BLOCK + 48, 1]
@@ -129,23 +130,16 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     targets, grads = [torch.zeros(4), torch.zeros(7)], [torch.randn(4), torch.randn(7).bfloat16()]
-    arguments = (torch.empty(0), targets, grads, [True, False])
-    library.opcheck(torch.ops.flatfsdp.accumulate_many_.default, arguments)
+    check_operator("accumulate_many_", torch.empty(0), targets, grads, [True, False])
 
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
-    compiled = compile_for_hopper(
-        "grad.accumulate_many",
-        "_accumulate_many_kernel",
-        {"table_ptr": "*i64", "n": "i32"},
-        {"N_POW2": 512, "ALIGNED": True, "BLOCK": BLOCK},
-        num_warps=TILE.warps,
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    per_thread = BLOCK // (32 * TILE.warps)
+    types, constants = {"table_ptr": "*i64", "n": "i32"}, {"N_POW2": 512, "ALIGNED": True}
+    kernel = "grad.accumulate_many._accumulate_many_kernel"
+    compiled = compile_for_hopper(kernel, types, constants, tile=TILE)
     # 16 bytes: FP32 gradient and target in quarters of the elements, 16-bit gradient in eighths.
-    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // 4 * 2 + per_thread // 8
-    assert compiled.ptx.count("st.global.v4.b32") == per_thread // 4
+    assert compiled.count("ld.global.v4.b32") == compiled.elements // 4 * 2 + compiled.elements // 8
+    assert compiled.count("st.global.v4.b32") == compiled.elements // 4
 
 
 def test_a_table_is_made_once_for_the_same_numbers() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.grad import embedding
 from flatfsdp.kernels.grad.embedding import embedding_grad
 from flatfsdp.kernels.shared.tiles import find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import compile_for_hopper
+from tests.support.kernels.running import DTYPES, check_operator
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 # PyTorch's index_add_ adds in no particular order on a GPU, so the reference runs on the CPU.
 PLACES = [(embedding.reference, "cpu")]
 PLACES += [(embedding.launch, "cuda" if torch.cuda.is_available() else "cpu")]
@@ -184,45 +184,28 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     target, dy, ids = tokens(4, 16, 5, "cpu")
     for padding_idx, first in ((None, True), (2, False)):
-        arguments = (target, dy, ids, padding_idx, first)
-        library.opcheck(torch.ops.flatfsdp.embedding_grad_.default, arguments)
+        check_operator("embedding_grad_", target, dy, ids, padding_idx, first)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
-    tile = embedding.tile(torch.bfloat16, 4096)
-    compiled = compile_for_hopper(
-        "grad.embedding",
-        "_embedding_kernel",
-        {
-            **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "n": "i32"},
-            **{"tokens_ptr": "*i32", "padding_idx": "i32", "cols": "i32"},
-        },
-        {
-            **{"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-            **{"BLOCK_IDS": embedding.BLOCK_IDS, "IS_EARLY": True},
-        },
-        num_warps=tile.warps,
-        aligned=("cols",),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 96
+    tile, kernel = embedding.tile(torch.bfloat16, 4096), "grad.embedding._embedding_kernel"
+    types = {"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr tokens_ptr": "*i32"}
+    types["n padding_idx cols"] = "i32"
+    constants = {"FIRST": first, "BLOCK_IDS": embedding.BLOCK_IDS, "IS_EARLY": True}
+    compiled = compile_for_hopper(kernel, types, constants, tile=tile, aligned=["cols"])
+    assert compiled.registers <= 96
     # Accesses in flight before the loop, and in its body.
-    accesses = tile.cols // (32 * tile.warps) // 8
-    assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
+    assert compiled.count("cp.async.cg.shared.global") == compiled.elements // 8 * tile.stages
     assert "st.global.v4.b32" in compiled.ptx and "st.global.b32" not in compiled.ptx
 
 
 @pytest.mark.parametrize("ids_type", ["i64", "i32"])
 def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
     tile = find("embedding_grad, sort", torch.int64, 8192)
-    compiled = compile_for_hopper(
-        "grad.embedding",
-        "_rank_kernel",
-        {"ids_ptr": f"*{ids_type}", "sorted_ptr": "*i32", "tokens_ptr": "*i32", "n": "i32"},
-        {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STEPS": tile.steps, "IS_EARLY": True},
-        num_warps=tile.warps,
-        aligned=("n",),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
+    types = {"ids_ptr": f"*{ids_type}", "sorted_ptr tokens_ptr": "*i32", "n": "i32"}
+    constants = {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "IS_EARLY": True}
+    compiled = compile_for_hopper("grad.embedding._rank_kernel", types, constants, tile=tile, aligned=["n"])
+    assert compiled.registers <= 64
     # A pair is one instruction, and no others look like it.
-    assert compiled.ptx.count("fma.rn.f32") == tile.rows * tile.cols // (32 * tile.warps) * tile.steps
+    assert compiled.count("fma.rn.f32") == compiled.elements * tile.steps

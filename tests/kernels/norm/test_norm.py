@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.norm import backward, forward
 from flatfsdp.kernels.norm import rows as norm_rows
@@ -15,13 +15,23 @@ from flatfsdp.kernels.norm import wide as norm_wide
 from flatfsdp.kernels.norm.backward import NormBackward
 from flatfsdp.kernels.norm.forward import NormForward
 from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS, Tile, find
-from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from tests.support.kernels.compiling import Compiled, compile_for_hopper
 from tests.support.kernels.fp8_pairs import endangered_pairs
-from tests.support.kernels.layouts import check_layouts
+from tests.support.kernels.running import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    both,
+    check_layouts,
+    check_operator,
+    garbage,
+    saturated,
+)
+from tests.support.plain_layers import error
 
 EPS = 1e-5
-FORWARD = pytest.mark.parametrize("run", [forward.reference, forward.launch], ids=["reference", "kernel"])
-BACKWARD = pytest.mark.parametrize("run", [backward.reference, backward.launch], ids=["reference", "kernel"])
+FORWARD = both(forward.reference, forward.launch)
+BACKWARD = both(backward.reference, backward.launch)
 KINDS = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
 
 
@@ -30,6 +40,11 @@ class Way(NamedTuple):
 
     run: Callable[..., None]
     columnwise: bool
+
+    def fp8_options(self, dtype: torch.dtype, device: str) -> dict[str, Any]:
+        """Options for both layouts in FP8, if it can write both; else none."""
+        options = {"dtype": dtype, "columnwise": True, "scale": torch.ones(1, device=device)}
+        return options if self.columnwise else {}
 
 
 @pytest.fixture(params=["reference", "rows", "transposed", "steps", "wide rows"])
@@ -44,10 +59,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     for module in (norm_rows, norm_wide):
         monkeypatch.setattr(module, "find", lambda *_: small)
     return Way(forward.launch, request.param != "rows")
-
-
-def garbage(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, torch.nan, device=like.device).to(dtype)
 
 
 def normalize(
@@ -111,21 +122,11 @@ def exact(
     return result if bias is None else result + bias.double(), mean, rstd
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative error in the Frobenius norm."""
-    return ((ours.double() - theirs).norm() / theirs.norm()).item()
-
-
 @KINDS
 @pytest.mark.parametrize(("rows", "cols"), [(5, 48), (37, 80), (3, 1000), (2, 1024)])
 def test_forward_against_float64(way: Way, rms: bool, rows: int, cols: int, device: str) -> None:
     x, weight, bias = (torch.randn(shape, device=device) for shape in ((rows, cols), cols, cols))
-    shift = None if rms else bias
-    options: dict[str, Any] = (
-        {"dtype": torch.float8_e5m2, "columnwise": True, "scale": torch.ones(1, device=device)}
-        if way.columnwise
-        else {}
-    )
+    shift, options = None if rms else bias, way.fp8_options(E5M2, device)
     for zero_centered in (False, True):
         result = normalize(way.run, x, weight, shift, rms=rms, zero_centered=zero_centered, **options)
         out, mean, rstd = exact(x, weight, shift, rms=rms, zero_centered=zero_centered)
@@ -147,12 +148,8 @@ def test_half_precision_is_rounded_once(run: Any, dtype: torch.dtype, device: st
 
 
 def test_a_large_mean_costs_no_digits(way: Way, device: str) -> None:
-    x = 1e4 + torch.randn(6, 1000, device=device)
-    options: dict[str, Any] = (
-        {"dtype": torch.float8_e5m2, "scale": torch.ones(1, device=device)} if way.columnwise else {}
-    )
-    weight = torch.ones(1000, device=device)
-    result = normalize(way.run, x, weight, rms=False, columnwise=way.columnwise, **options)
+    x, weight = 1e4 + torch.randn(6, 1000, device=device), torch.ones(1000, device=device)
+    result = normalize(way.run, x, weight, rms=False, **way.fp8_options(E5M2, device))
     _, _, rstd = exact(x, weight, None, rms=False)
     assert error(result.rstd, rstd) < 1e-4
 
@@ -160,13 +157,10 @@ def test_a_large_mean_costs_no_digits(way: Way, device: str) -> None:
 @KINDS
 def test_the_norm_sees_the_rounded_sum(way: Way, rms: bool, device: str) -> None:
     x, residual = (torch.randn(35, 272, device=device).bfloat16() for _ in range(2))
-    weight = torch.randn(272, device=device)
-    options: dict[str, Any] = (
-        {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)} if way.columnwise else {}
-    )
-    result = normalize(way.run, x, weight, rms=rms, residual=residual, columnwise=way.columnwise, **options)
+    weight, options = torch.randn(272, device=device), {"rms": rms, **way.fp8_options(E4M3, device)}
+    result = normalize(way.run, x, weight, residual=residual, **options)
     assert torch.equal(result.summed, x + residual)
-    alone = normalize(way.run, x + residual, weight, rms=rms, columnwise=way.columnwise, **options)
+    alone = normalize(way.run, x + residual, weight, **options)
     assert result.out is not None and alone.out is not None
     torch.testing.assert_close(result.out, alone.out, rtol=2.0**-7, atol=1e-6)
     # Rounding to x's dtype changes statistics by more than that.
@@ -176,7 +170,7 @@ def test_the_norm_sees_the_rounded_sum(way: Way, rms: bool, device: str) -> None
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@FORMATS
 @pytest.mark.parametrize("rows", [40, 48], ids=["odd", "aligned"])
 def test_fp8_and_amax_are_of_the_fp32_result(
     way: Way, rms: bool, dtype: torch.dtype, rows: int, device: str
@@ -188,15 +182,12 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     weight = torch.randn(272, device=device).exp() * 10  # some saturate
     limit = torch.finfo(dtype).max
     scale, amax = torch.tensor([limit / 20], device=device), torch.zeros(1, device=device)
-    columnwise = way.columnwise
-    result = normalize(
-        *(way.run, x, weight),
-        **{"rms": rms, "dtype": dtype, "columnwise": columnwise, "scale": scale, "amax": amax},
-    )
+    options: dict[str, Any] = {"dtype": dtype, "columnwise": way.columnwise, "scale": scale, "amax": amax}
+    result = normalize(way.run, x, weight, rms=rms, **options)
     assert result.out is not None and result.rowwise is not None
-    expected = (result.out * scale).clamp(-limit, limit).to(dtype)
+    expected = saturated(result.out * scale, dtype)
     assert (expected.float().abs() == limit).any() and expected[7].isnan().all()
-    assert (result.columnwise is not None) == columnwise
+    assert (result.columnwise is not None) == way.columnwise
     check_layouts(expected, result.rowwise, result.columnwise)
     assert amax.isnan()
 
@@ -238,13 +229,10 @@ def test_only_many_programs_of_few_warps_transpose_large_tiles() -> None:
 
 def test_amax_only_grows(way: Way, device: str) -> None:
     x, weight = torch.randn(40, 80, device=device), torch.ones(80, device=device)
+    options = {"dtype": E4M3, "columnwise": way.columnwise, "scale": torch.ones(1, device=device)}
     for before in (0.0, 1000.0):
         amax = torch.tensor([before], device=device)
-        result = normalize(
-            *(way.run, x, weight),
-            **{"rms": True, "columnwise": way.columnwise, "dtype": torch.float8_e4m3fn},
-            **{"scale": torch.ones(1, device=device), "amax": amax},
-        )
+        result = normalize(way.run, x, weight, rms=True, amax=amax, **options)
         assert result.out is not None
         assert amax.item() == max(before, result.out.abs().max().item())
 
@@ -303,14 +291,13 @@ def test_public_functions_return_what_is_asked_for(rms: bool, device: str) -> No
 def test_no_rows_give_no_rows(way: Way, rms: bool, device: str) -> None:
     x, weight = torch.empty(0, 48, device=device), torch.ones(48, device=device)
     scale, amax = torch.ones(1, device=device), torch.full((1,), 3.0, device=device)
-    options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": scale, "amax": amax}
-    normalize(way.run, x, weight, rms=rms, residual=x.clone(), columnwise=way.columnwise, **options)
+    options: dict[str, Any] = {"dtype": E4M3, "scale": scale, "amax": amax, "columnwise": way.columnwise}
+    normalize(way.run, x, weight, rms=rms, residual=x.clone(), **options)
     assert amax.item() == 3.0
-    empty = forward.norm_forward(x, weight, None, eps=EPS, rms=rms, columnwise=way.columnwise, **options)
+    empty = forward.norm_forward(x, weight, None, eps=EPS, rms=rms, **options)
     assert empty.out is not None and empty.out.shape == (0, 48)
-    grads = gradients(
-        backward.reference if way.run is forward.reference else backward.launch, x, x, weight, rms=rms
-    )
+    run = backward.reference if way.run is forward.reference else backward.launch
+    grads = gradients(run, x, x, weight, rms=rms)
     assert torch.equal(grads.dweight, torch.zeros_like(weight))
     grads = backward.norm_backward(x, x, weight, empty.mean, empty.rstd, rms=rms)
     assert torch.equal(grads.dweight, torch.zeros_like(weight))
@@ -339,48 +326,31 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     x, weight, row = torch.randn(4, 8), torch.randn(8), torch.ones(4)
-    # opcheck's own arithmetic does not support FP8.
     outputs = (x.clone(), row.clone(), row.clone(), x.clone(), None, None)
-    arguments = (x, x.clone(), weight, None, *outputs, None, torch.zeros(1), EPS, True)
-    library.opcheck(torch.ops.flatfsdp.norm_forward_.default, arguments)
-    arguments = (x, x.clone(), weight, row, row.clone(), None, x.clone(), torch.empty(2, 8), False)
-    library.opcheck(torch.ops.flatfsdp.norm_backward_.default, arguments)
+    check_operator("norm_forward_", x, x.clone(), weight, None, *outputs, None, torch.zeros(1), EPS, True)
+    sums = torch.empty(2, 8)
+    check_operator("norm_backward_", x, x.clone(), weight, row, row.clone(), None, x.clone(), sums, False)
 
 
 INPUTS = {
-    **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "summed_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("mean_ptr", "rstd_ptr", "scale_ptr", "amax_ptr"), "*fp32"),
-    **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
-    **{"rows": "i32", "eps": "fp32"},
+    "x_ptr residual_ptr weight_ptr bias_ptr summed_ptr out_ptr": "*bf16",
+    "mean_ptr rstd_ptr scale_ptr amax_ptr": "*fp32",
+    **{"rowwise_ptr columnwise_ptr": "*fp8e4nv", "arrived_ptr": "*i32", "rows": "i32", "eps": "fp32"},
 }
-ROWS = {**INPUTS, "arrived_ptr": "*i32"}
 GRADIENTS = {
-    **dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "d_residual_ptr", "dx_ptr"), "*bf16"),
-    **dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"),
-    **{"rows": "i32", "rows_per_program": "i32"},
+    **{"dy_ptr x_ptr weight_ptr d_residual_ptr dx_ptr": "*bf16", "rows rows_per_program": "i32"},
+    "mean_ptr rstd_ptr dweight_ptr dbias_ptr": "*fp32",
 }
+ALIGNED = ("rows", "rows_per_program")
+STAGED = "cp.async.cg.shared.global"
 
 
 def check_compiled(
-    module: str,
-    kernel: str,
-    signature: dict[str, str],
-    absent: set[str],
-    constants: dict[str, Any],
-    warps: int,
-    *,
-    loads: str,
+    kernel: str, types: dict[str, str], absent: set[str], tile: Tile, *, loads: str = STAGED, **constants: Any
 ) -> Compiled:
-    """Checks that there are no spills, and that loads and stores of activations have 16 bytes."""
-    compiled = compile_for_hopper(
-        module,
-        kernel,
-        {name: kind for name, kind in signature.items() if name not in absent},
-        {**dict.fromkeys(absent), "ZERO_CENTERED": False, **constants},
-        num_warps=warps,
-        aligned=("rows", "rows_per_program"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    """Checks that loads and stores of activations have 16 bytes."""
+    constants |= {**dict.fromkeys(absent), "ZERO_CENTERED": False}
+    compiled = compile_for_hopper(f"norm.{kernel}", types, constants, tile=tile, aligned=ALIGNED)
     assert not endangered_pairs(compiled.ptx)
     assert loads in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "st.global.b8" not in compiled.ptx and "st.global.b16" not in compiled.ptx
@@ -393,19 +363,14 @@ def check_compiled(
 def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_transposed: bool) -> None:
     tile = norm_rows.row_tile(torch.bfloat16, cols, rms=rms, is_transposed=is_transposed)
     order = norm_rows.schedule(8192, cols, tile, is_transposed=is_transposed)
-    policy = norm_rows.KEPT if is_transposed else ""
     absent = {"bias_ptr", "mean_ptr"} if rms else {"residual_ptr", "summed_ptr"}
     absent |= set() if is_transposed else {"columnwise_ptr", "arrived_ptr"}
     constants = {
-        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_transposed},
-        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": policy},
+        **{"COLS": cols, "WHOLE": is_transposed, "ROWWISE_POLICY": norm_rows.KEPT if is_transposed else ""},
         **{"BAND": order.band, "TRANSPOSE_COLS": order.cols, "DELAY": order.delay, "IS_EARLY": True},
     }
-    is_staged = tile.stages > 1 and tile.steps > 1
-    compiled = check_compiled(
-        *("norm.rows", "_row_kernel", ROWS, absent, constants, tile.warps),
-        loads="cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32",
-    )
+    loads = STAGED if tile.stages > 1 and tile.steps > 1 else "ld.global.v4.b32"
+    compiled = check_compiled("rows._row_kernel", INPUTS, absent, tile, loads=loads, **constants)
     assert "ldmatrix" in compiled.ptx or not is_transposed
     assert ("atom.global.gpu.release" in compiled.ptx) == is_transposed
     assert ("ld.global.gpu.acquire" in compiled.ptx) == is_transposed
@@ -413,59 +378,33 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_transposed: bool
 
 def test_the_clearing_of_counters_compiles_for_hopper() -> None:
     constants = {"IS_EARLY": True, "BLOCK": norm_rows.CLEARED}
-    signature = {"arrived_ptr": "*i32", "n": "i32"}
-    compiled = compile_for_hopper("norm.rows", "_clear_kernel", signature, constants)
-    assert compiled.spilled == 0 and compiled.shared == 0
+    compiled = compile_for_hopper("norm.rows._clear_kernel", {"arrived_ptr": "*i32", "n": "i32"}, constants)
+    assert compiled.shared == 0
     assert "griddepcontrol.wait" in compiled.ptx
 
 
 def test_wide_rows_compile_for_hopper() -> None:
     tile = norm_wide.wide_tile(torch.bfloat16, 32768)
-    constants = {"COLS": 32768, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
-    check_compiled(
-        *("norm.wide", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
-        loads="cp.async.cg.shared.global",
-    )
+    check_compiled("wide._wide_kernel", INPUTS, {"out_ptr"}, tile, COLS=32768)
 
 
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
     tile = norm_wide.wide_tile(torch.float32, 272)
-    compiled = compile_for_hopper(
-        "norm.wide",
-        "_wide_kernel",
-        {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}},
-        {
-            **{"ZERO_CENTERED": False, "COLS": 272, "STAGES": tile.stages},
-            **{"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
-        },
-        num_warps=tile.warps,
-    )
-    assert not endangered_pairs(compiled.ptx)
+    types = {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}}
+    constants = {"ZERO_CENTERED": False, "COLS": 272}
+    assert not endangered_pairs(compile_for_hopper("norm.wide._wide_kernel", types, constants, tile=tile).ptx)
 
 
 @pytest.mark.parametrize("cols", [4096, 16384])
 def test_backward_compiles_for_hopper(cols: int) -> None:
     tile = backward.row_tile(torch.bfloat16, cols)
     absent = set() if cols <= backward.WIDEST_FUSED else {"dweight_ptr", "dbias_ptr"}
-    constants = {"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
-    compiled = check_compiled(
-        *("norm.backward", "_backward_kernel", GRADIENTS, absent, constants, tile.warps),
-        loads="cp.async.cg.shared.global",
-    )
+    compiled = check_compiled("backward._backward_kernel", GRADIENTS, absent, tile, COLS=cols)
     programs = backward.programs_of(tile) // MULTIPROCESSORS
     assert compiled.registers * 32 * tile.warps * programs <= backward.REGISTERS, "all run at once"
 
 
 def test_weight_gradients_of_wide_rows_compile_for_hopper() -> None:
-    absent = {"weight_ptr", "d_residual_ptr", "dx_ptr"}
-    tile = find("norm_backward, sum", torch.bfloat16, 16384)
-    compiled = compile_for_hopper(
-        "norm.backward",
-        "_weight_kernel",
-        {name: kind for name, kind in GRADIENTS.items() if name not in absent},
-        {"COLS": 16384, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-        num_warps=tile.warps,
-        aligned=("rows", "rows_per_program"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    assert "cp.async.cg.shared.global" in compiled.ptx
+    tile, kernel = find("norm_backward, sum", torch.bfloat16, 16384), "norm.backward._weight_kernel"
+    compiled = compile_for_hopper(kernel, GRADIENTS, {"COLS": 16384}, tile=tile, aligned=ALIGNED)
+    assert STAGED in compiled.ptx

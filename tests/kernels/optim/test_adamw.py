@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.optim import adamw as module
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
@@ -16,8 +16,9 @@ from flatfsdp.kernels.shared.tiles import find
 from tests.support.gpu.waiting import without_synchronisation
 from tests.support.kernels.flat_runs import FlatRuns, same
 from tests.support.kernels.optimizers import check_compiled
+from tests.support.kernels.running import both, check_operator
 
-BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+BOTH = both(module.reference, module.launch)
 BLOCK = find("adamw", torch.float32, 1).cols
 NUMELS = [5, 16, BLOCK, 123, BLOCK + 1, 0, 2 * BLOCK + 48, 1]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -288,7 +289,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     given = [corrected(1e-3, 1), corrected(1e-3, 2)]
     amaxes = [torch.zeros(1), torch.zeros(1)]
     arguments = (torch.empty(0), *tensors, own, given, computes, amaxes, None, torch.ones(()), BF16)
-    library.opcheck(torch.ops.flatfsdp.adamw_.default, arguments)
+    check_operator("adamw_", *arguments)
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["always taken", "maybe left out"])

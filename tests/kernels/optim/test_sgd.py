@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from torch import Tensor, library
+from torch import Tensor
 
 from flatfsdp.kernels.optim import sgd as module
 from flatfsdp.kernels.optim.runs import Run
@@ -16,8 +16,9 @@ from flatfsdp.kernels.optim.sgd import Numbers, sgd
 from flatfsdp.kernels.shared.tiles import find
 from tests.support.kernels.flat_runs import FlatRuns, same
 from tests.support.kernels.optimizers import check_compiled
+from tests.support.kernels.running import both, check_operator
 
-BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+BOTH = both(module.reference, module.launch)
 BLOCK = find("sgd", torch.float32, 1).cols
 NUMELS = [5, BLOCK, 123, BLOCK + 1, 0, 2 * BLOCK + 48, 1]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -135,7 +136,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     own = [number for index in range(2) for number in numbers(index)]
     count, amaxes = [torch.ones(()), torch.ones(())], [torch.zeros(1), torch.zeros(1)]
     arguments = (torch.empty(0), *tensors, own, count, computes, amaxes, None, None, True, BF16)
-    library.opcheck(torch.ops.flatfsdp.sgd_.default, arguments)
+    check_operator("sgd_", *arguments)
 
 
 @pytest.mark.parametrize("always", [True, False], ids=["always taken", "maybe left out"])

@@ -121,6 +121,20 @@ FAMILIES = {
 }
 
 
+def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
+    """With LoRA of PEFT, whose weights change the output from the beginning.
+
+    Args:
+        model: a plain model.
+        seed: of the weights.
+        options: further ones of `LoraConfig`.
+    """
+    peft = importlib.import_module("peft")
+    torch.manual_seed(seed)
+    own = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**{**own, **options}))
+
+
 def batches_of(rank: int, step: int, count: int = 2) -> list[Batch]:
     """The microbatches of one step of one rank: of two sequences, one of which is padded."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -11,48 +11,87 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    # The worker imports this file before it has left the interpreter, and must not define kernels then.
+    from flatfsdp.kernels.shared.tiles import Tile
 
 SHARED_LIMIT = 232_448
 """Bytes of shared memory that one program may have on sm_90."""
+DTYPE_OF = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VECTOR = {name: 16 // dtype.itemsize for name, dtype in DTYPE_OF.items()}
+"""Number of elements in 16 bytes."""
+X_TYPES = pytest.mark.parametrize("x_type", DTYPE_OF)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas says: per thread registers and spilled bytes, per program bytes of shared memory."""
+    """What ptxas says of a kernel that fits into registers and shared memory.
+
+    Attributes:
+        registers: per thread.
+        shared: bytes per program.
+        elements: of the tile, per thread.
+    """
 
     registers: int
-    spilled: int
     shared: int
     ptx: str
+    elements: int = 0
+
+    def count(self, instruction: str) -> int:
+        return self.ptx.count(instruction)
 
 
 def compile_for_hopper(
-    module: str,
     kernel: str,
     signature: dict[str, str],
     constants: dict[str, Any],
     *,
+    tile: Tile | None = None,
     num_warps: int = 4,
-    aligned: tuple[str, ...] = (),
+    aligned: Sequence[str] = (),
     contract: bool = True,
+    fits: bool = True,
 ) -> Compiled:
-    """
+    """Compiles a kernel, and checks that registers and shared memory suffice.
+
     Args:
-        module: such as "cast.scaling", in `flatfsdp.kernels`.
-        signature: Triton type of each argument that is no constant, such as "*fp32", "i32", "*fp8e4nv".
+        kernel: such as "cast.scaling._update_kernel", in `flatfsdp.kernels`.
+        signature: Triton types of arguments, such as {"scale_ptr amax_ptr": "*fp32", "rows cols": "i32"};
+            those that the kernel does not have are left out.
+        constants: by name; arguments among them are none in the compiled kernel.
+        tile: gives the warps, and those of BLOCK_ROWS, BLOCK_COLS, BLOCK, PAIRS, STAGES and STEPS that the
+            kernel has and `constants` has not.
         aligned: arguments that are multiples of 16, as pointers and sizes usually are; all pointers are.
         contract: whether a product and a sum may become one operation that rounds once.
+        fits: whether it has to fit into registers.
     """
-    return (
-        _worker()
-        .submit(_compile, module, kernel, signature, constants, num_warps, aligned, contract)
-        .result()
-    )
+    types = {name: kind for names, kind in signature.items() for name in names.split()}
+    sizes, elements = {}, 0
+    if tile is not None:
+        num_warps, elements = tile.warps, tile.rows * tile.cols // (32 * tile.warps)
+        sizes = {
+            "BLOCK_ROWS": tile.rows,
+            "PAIRS": tile.rows // 2,
+            "BLOCK_COLS": tile.cols,
+            "BLOCK": tile.cols,
+        }
+        sizes |= {"STAGES": tile.stages, "STEPS": tile.steps}
+    arguments = (kernel, types, sizes, constants, num_warps, aligned, contract)
+    ptx, shared = _worker().submit(_compile, *arguments).result()
+    registers, spilled = _resources(ptx, contract)
+    assert (spilled == 0 or not fits) and shared <= SHARED_LIMIT
+    return Compiled(registers, shared, ptx, elements)
 
 
 @cache
@@ -65,35 +104,37 @@ def _leave_the_interpreter() -> None:
 
 
 def _compile(
-    module: str,
     kernel: str,
-    signature: dict[str, str],
+    types: dict[str, str],
+    sizes: dict[str, int],
     constants: dict[str, Any],
     num_warps: int,
-    aligned: tuple[str, ...],
+    aligned: Sequence[str],
     contract: bool,
-) -> Compiled:
+) -> tuple[str, int]:
+    """PTX, and bytes of shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    function = getattr(importlib.import_module(f"flatfsdp.kernels.{module}"), kernel)
+    module, _, name = kernel.rpartition(".")
+    function = getattr(importlib.import_module(f"flatfsdp.kernels.{module}"), name)
     order = list(function.arg_names)
+    constants = {**{name: size for name, size in sizes.items() if name in order}, **constants}
+    types = {name: kind for name, kind in types.items() if name in order and name not in constants}
     attributes = {
         (order.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
+        for name, kind in types.items()
         if kind.startswith("*") or name in aligned
     }
-    types = {name: signature.get(name, "constexpr") for name in order}
+    of_all = {name: types.get(name, "constexpr") for name in order}
     fixed = {(order.index(name),): value for name, value in constants.items()}
     make_source = GluonASTSource if function.is_gluon() else ASTSource
-    source = make_source(function, types, fixed, attributes)
+    source = make_source(function, of_all, fixed, attributes)
     options = {"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": contract}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptx = compiled.asm["ptx"]
-    registers, spilled = _resources(ptx, contract)
-    return Compiled(registers, spilled, compiled.metadata.shared, ptx)
+    return compiled.asm["ptx"], compiled.metadata.shared
 
 
 def _resources(ptx: str, contract: bool) -> tuple[int, int]:

@@ -28,6 +28,9 @@ class Net(nn.Module):
         return self.second(self.first(x).relu())
 
 
+MIXED: dict[str, Any] = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
+
+
 def model(**options: Any) -> FSDP:
     torch.manual_seed(0)
     return FSDP(Net(**options), **options)
@@ -189,7 +192,7 @@ def test_parameters_are_not_reset_in_a_backward() -> None:
 
 
 def test_a_state_dict_is_a_copy_in_fp32() -> None:
-    net = model(mixed_precision=True, compute_dtype=torch.bfloat16)
+    net = model(**MIXED)
     assert net.module.scale.dtype == torch.bfloat16
     saved = net.state_dict()
     assert {v.dtype for v in saved.values()} == {torch.float32}
@@ -222,21 +225,11 @@ def test_a_module_around_several_models_has_their_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "dtypes"),
-    [
-        ({}, [torch.float32, torch.float64, torch.bfloat16]),
-        (
-            {"mixed_precision": True, "compute_dtype": torch.bfloat16},
-            [torch.bfloat16, torch.float64, torch.bfloat16],
-        ),
-        (
-            {"mixed_precision": True, "compute_dtype": torch.bfloat16, "cast_input": False},
-            [torch.float32, torch.float64, torch.bfloat16],
-        ),
-    ],
+    ("options", "dtype"),
+    [({}, torch.float32), (MIXED, torch.bfloat16), ({**MIXED, "cast_input": False}, torch.float32)],
 )
 def test_only_fp32_inputs_are_cast_and_only_in_mixed_precision(
-    options: dict[str, Any], dtypes: list[torch.dtype]
+    options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     net = model(**options)
     x = torch.randn(4, 3)
@@ -244,7 +237,7 @@ def test_only_fp32_inputs_are_cast_and_only_in_mixed_precision(
     first = net.module.first.module
     first.register_forward_pre_hook(lambda m, inputs: (inputs[0].to(net.compute_dtype),))
     net(x, x.double(), x.bfloat16())
-    assert net.module.seen == dtypes
+    assert net.module.seen == [dtype, torch.float64, torch.bfloat16]
 
 
 def test_fp16_inputs_of_a_unit_can_be_cast_up() -> None:
@@ -255,7 +248,7 @@ def test_fp16_inputs_of_a_unit_can_be_cast_up() -> None:
 
 
 def test_attributes_of_the_arguments() -> None:
-    net = model(mixed_precision=True, compute_dtype=torch.bfloat16, move_params_to_cpu=True)
+    net = model(**MIXED, move_params_to_cpu=True)
     assert (net.rank, net.world_size, net.process_group) == (0, 1, None)
     assert net.process_group_reduce_scatter is None
     assert (net.compute_dtype, net.buffer_dtype) == (torch.bfloat16, torch.bfloat16)

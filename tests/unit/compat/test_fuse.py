@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,8 @@ from flatfsdp.compat.transformers.fused.fused_part import is_fused
 from flatfsdp.compat.transformers.fused.small import tables_of
 from flatfsdp.compat.transformers.fused.why_not import no_linear
 from flatfsdp.layers import Linear, TransformerLayer, convert
-from tests.support.ecosystem.families import VOCAB, generated, needs_peft, needs_transformers
+from tests.support.copies import by_pickle
+from tests.support.ecosystem.families import VOCAB, adapted, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
 
 pytestmark = needs_transformers
@@ -35,6 +36,12 @@ def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.WARNING):
         yield
     assert said(caplog) == []
+
+
+def check_fused(plain: Any, fused: Any = None, **others: Any) -> None:
+    """A model that is fused, or else a fused copy, has the loss and the gradients of transformers."""
+    fused, inputs = fused or fuse(copy.deepcopy(plain)), {**batch(), **others}
+    assert_near(loss_and_grads(fused, **inputs), loss_and_grads(plain, **inputs))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -52,17 +59,32 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, silence: None
         {"attention_mask": PADDED.flip(1)},
         {"position_ids": positions},
     ):
-        inputs = batch(**others)
-        assert_near(loss_and_grads(fused, **inputs), loss_and_grads(model, **inputs))
+        check_fused(model, fused, **others)
 
 
-@pytest.mark.parametrize("use_cache", [None, True, False])
-def test_several_sequences_in_a_row(use_cache: bool | None, silence: None) -> None:
-    """Whether transformers separates them depends on the requested cache."""
-    model = build("Llama")
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
-    inputs = {**batch(position_ids=positions), "use_cache": use_cache}
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+ROWS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+"""Positions of several sequences in a row; whether transformers separates them depends on the cache."""
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    **{
+        f"several, cache {cache}": ("Llama", {}, {"position_ids": ROWS, "use_cache": cache})
+        for cache in (None, True, False)
+    },
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}, {"attention_mask": PADDED}),
+    "eager": ("Llama", {"attn_implementation": "eager"}, {"attention_mask": PADDED}),
+    "GeGLU": ("Llama", {"hidden_act": "gelu_new"}, {"attention_mask": PADDED}),
+    "the trainer's number of items": ("Llama", {}, {"num_items_in_batch": torch.tensor(7)}),
+    **{
+        f"window {size}": ("Mistral", {"sliding_window": size, "use_cache": False}, {}) for size in (4, 9, 20)
+    },
+    "a decoder without its encoder": ("GPT-2", {"add_cross_attention": True}, {"use_cache": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "others"), CASES.values(), ids=CASES)
+def test_options_of_models_and_calls(name: str, options: Any, others: Any, silence: None) -> None:
+    check_fused(build(name, **options), **others)
 
 
 def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,21 +96,6 @@ def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(plain, "forward", None)
     monkeypatch.setattr(nn.Linear, "forward", None)
     fused(**batch()).loss.backward()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attention_bias": True, "mlp_bias": True},
-        {"attn_implementation": "eager"},
-        {"hidden_act": "gelu_new"},
-    ],
-    ids=["biases", "eager", "GeGLU"],
-)
-def test_options_of_the_configuration(options: dict[str, Any], silence: None) -> None:
-    model = build("Llama", **options)
-    inputs = batch(attention_mask=PADDED)
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
 
 
 def test_a_layer_has_the_bits_of_our_transformer_layer() -> None:
@@ -150,12 +157,6 @@ def test_logits_are_there_where_they_are_asked_for() -> None:
     assert_near([fused.eval()(**batch()).logits], [expected])
 
 
-def test_sums_are_divided_by_the_trainers_number_of_items() -> None:
-    model = build("Llama")
-    inputs = {**batch(), "num_items_in_batch": torch.tensor(7)}
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral"])
 def test_the_host_does_not_wait_for_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = pytest.importorskip("transformers.masking_utils")
@@ -170,11 +171,10 @@ def test_the_host_does_not_wait_for_positions(name: str, monkeypatch: pytest.Mon
     assert_near(found, loss_and_grads(model, **batch()))
     assert searched.called
     # Packed sequences are still separated, and a user's own layer still gets what it needs.
-    packed = batch(position_ids=torch.arange(9).remainder(5).expand(2, -1))
-    assert_near(loss_and_grads(fused, **packed), loss_and_grads(model, **packed))
+    check_fused(model, fused, position_ids=torch.arange(9).remainder(5).expand(2, -1))
     for each in (model, fused):
         each.model.layers[0] = Masked()
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    check_fused(model, fused)
 
 
 class Masked(nn.Module):
@@ -186,17 +186,11 @@ class Masked(nn.Module):
         return hidden_states if attention_mask is None else hidden_states * attention_mask.sum()
 
 
-@pytest.mark.parametrize("window", [4, 9, 20])
-def test_a_window_is_kept(window: int, silence: None) -> None:
-    model = build("Mistral", sliding_window=window, use_cache=False)
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
-
-
 def test_attention_that_looks_ahead() -> None:
     model = build("Llama", use_cache=False)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
+    check_fused(model)
 
 
 def test_names_classes_and_values_stay_and_copies_are_fused() -> None:
@@ -206,7 +200,7 @@ def test_names_classes_and_values_stay_and_copies_are_fused() -> None:
     fused = fuse(model)
     assert fused is model
     assert {name: type(module).__name__ for name, module in fused.named_modules()} == before
-    for each in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+    for each in (fused, copy.deepcopy(fused), by_pickle(fused)):
         found = each.state_dict()
         assert list(found) == list(values)
         assert all(torch.equal(found[name], value) for name, value in values.items())
@@ -270,7 +264,7 @@ def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture)
             each.lm_head.register_full_backward_hook(lambda module, grads, _: tuple(0.5 * x for x in grads))
         else:
             each.lm_head.forward = lambda x, plain=each.lm_head.forward: 0.5 * plain(x)
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    check_fused(model, fused)
     (line,) = said(caplog)
     assert line.startswith(
         "the loss of LlamaForCausalLM is computed by transformers, not fused: its head has"
@@ -279,7 +273,7 @@ def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture)
 
 def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
     model = build("Llama", hidden_act="gelu")
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
+    check_fused(model)
     assert [line for line in said(caplog) if "GELUActivation" in line]
 
 
@@ -295,18 +289,14 @@ def test_biases_that_come_and_go() -> None:
                     linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5)) if added else None
                 for linear in (layer.mlp.gate_proj, layer.mlp.up_proj) if added else ():
                     linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5))
-        assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+        check_fused(model, fused)
 
 
 def test_an_argument_that_only_transformers_knows() -> None:
     model = build("Llama")
-    inputs = {**batch(), "is_causal": False}
-    expected = loss_and_grads(model, **inputs)
-    assert not torch.equal(expected[0], loss_and_grads(model, **batch())[0])
-    fused = fuse(copy.deepcopy(model))
-    assert_near(loss_and_grads(fused, **inputs), expected)
-    weighted = {**batch(), "weight": torch.ones(VOCAB)}
-    assert_near(loss_and_grads(fused, **weighted), loss_and_grads(model, **weighted))
+    assert model(**batch(), is_causal=False).loss != model(**batch()).loss
+    for others in ({"is_causal": False}, {"weight": torch.ones(VOCAB)}):
+        check_fused(model, **others)
 
 
 def test_attention_weights_come_from_transformers() -> None:
@@ -332,15 +322,9 @@ def test_the_probe_finds_another_version(
     fused = fuse(copy.deepcopy(model))
     assert not is_fused(fused.model.layers[0].mlp)
     assert is_fused(fused.model.layers[0].self_attn)
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    check_fused(model, fused)
     (line,) = said(caplog)
     assert line.startswith("LlamaMLP is computed by transformers, not fused: a small one, fused, is off by")
-
-
-def test_a_decoder_without_its_encoder() -> None:
-    model = build("GPT-2", add_cross_attention=True)
-    inputs = {**batch(), "use_cache": True}
-    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
 
 
 def test_dropout_is_that_of_its_module() -> None:
@@ -353,13 +337,13 @@ def test_dropout_is_that_of_its_module() -> None:
         for layer in each.transformer.h:
             layer.attn.resid_dropout.eval()
             layer.mlp.dropout.eval()
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    check_fused(model, fused)
     fused.eval().transformer.h[0].mlp.dropout.train()
     assert not torch.equal(fused(**batch()).loss, expected)
     for each in (model, fused):
         for layer in each.train().transformer.h:
             layer.attn.resid_dropout, layer.mlp.dropout = nn.Identity(), nn.Hardtanh(-0.1, 0.1)
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    check_fused(model, fused)
 
 
 def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -396,21 +380,15 @@ def test_the_wrong_order_raises() -> None:
 
 def test_convert_and_fuse_in_both_orders(silence: None) -> None:
     model = build("Llama")
-    expected = loss_and_grads(model, **batch())
     options: dict[str, Any] = {"filter": lambda linear, name: "_proj" in name, "fp8": False}
-    options["fuse_wgrad_accumulation"] = False
-    for first, last in ((convert, fuse), (fuse, convert)):
-        found = copy.deepcopy(model)
-        for each in (first, last):
-            found = each(found, **(options if each is convert else {}))
-        assert_near(loss_and_grads(found, **batch()), expected)
+    converted = partial(convert, **options, fuse_wgrad_accumulation=False)
+    check_fused(model, fuse(converted(copy.deepcopy(model))))
+    check_fused(model, converted(fuse(copy.deepcopy(model))))
 
 
 def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> None:
     model = build("Llama")
-    expected = loss_and_grads(model, **batch())
-    found = fuse(convert(copy.deepcopy(model), lambda _, name: name == "lm_head"))
-    assert_near(loss_and_grads(found, **batch()), expected)
+    check_fused(model, fuse(convert(copy.deepcopy(model), lambda _, name: name == "lm_head")))
     (line,) = said(caplog)
     assert "its head was converted; fuse before you convert" in line
 
@@ -418,17 +396,10 @@ def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> No
 @needs_peft
 @pytest.mark.parametrize("fuse_first", [True, False])
 def test_adapters_of_query_and_value_add_to_the_pack_projection(fuse_first: bool, silence: None) -> None:
-    import peft
-
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    adapt = partial(adapted, r=4, target_modules=["q_proj", "v_proj", "o_proj"])
     model = build("Llama")
-
-    def adapted(module: Any) -> Any:
-        torch.manual_seed(3)
-        return peft.get_peft_model(module, config)
-
-    fused = adapted(fuse(copy.deepcopy(model))) if fuse_first else fuse(adapted(copy.deepcopy(model)))
-    expected = adapted(model)
-    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(expected, **batch()))
+    fused = adapt(fuse(copy.deepcopy(model))) if fuse_first else fuse(adapt(copy.deepcopy(model)))
+    expected = adapt(model)
+    check_fused(expected, fused)
     with fused.disable_adapter(), expected.disable_adapter():
         assert_near([fused(**batch()).loss], [expected(**batch()).loss])

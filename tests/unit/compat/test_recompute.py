@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -18,6 +17,7 @@ from flatfsdp.compat.fairscale import (
     is_checkpointing,
     is_recomputing,
 )
+from tests.support.copies import by_pickle
 
 
 class Layer(nn.Module):
@@ -132,7 +132,7 @@ def test_statistics_survive_a_failing_recomputation() -> None:
     assert not is_recomputing()
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
 def test_a_copy_checkpoints_its_own_parameters(duplicate: Any) -> None:
     layer = checkpoint_wrapper(Layer())
     other = duplicate(layer)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import fp8
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import Linear
+from tests.support.assertions import assert_equal
 from tests.support.fp8_layers import FFN, MAKES, RECIPES, SHORT, TOKENS, WIDTH, seeded, weights_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -70,8 +71,7 @@ def test_exactly_the_weight_gradient_is_added(make: Any, recipe: Any, fused: Any
     for name, weight in weights_of(layer).items():
         assert weight.main_grad is buffers[name] and weight.grad is None
         assert torch.equal(weight.main_grad, expected[name])
-    for a, b in zip(dx, expected_dx, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(dx, expected_dx)
     for name, parameter in layer.named_parameters():
         if parameter.dim() == 1:
             assert torch.equal(parameter.grad, dict(plain.named_parameters())[name].grad)
@@ -88,8 +88,7 @@ def test_fused_is_two_passes(make: Any, recipe: Any, dtype: torch.dtype) -> None
         with_main_grads(layer, lambda t: t.normal_())
         dx = run(layer, recipe, 3, lambda m: m == 0)
         results.append([*dx, *(weight.main_grad for weight in weights_of(layer).values())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("recipe", [SHORT, None], ids=["delayed", "high"])
@@ -180,8 +179,7 @@ def test_once_and_not_twice_with_recompute(make: Any, recipe: Any, use_reentrant
         layer_as_called.inner, layer_as_called.forward = layer, call
         dx = run(layer_as_called, recipe, 2, lambda _: None)
         results.append([*dx, *(weight.main_grad for weight in weights_of(layer).values())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 # ---- the contract with other engines -----------------------------------------------------------------------

@@ -53,14 +53,9 @@ def test_code_is_narrow(name: str) -> None:
     assert [line for block in blocks for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
 
 
-def test_two_clicks_lead_from_the_readme_to_each_page() -> None:
-    first = linked_pages(README)
-    second = {page for each in first for page in linked_pages(each)}
-    assert set(DOCS.values()) - first - second == set()
-
-
-def test_two_clicks_lead_from_the_sites_first_page_to_each_page() -> None:
-    first = {DOCS["index.md"]} | linked_pages(DOCS["index.md"])
+@pytest.mark.parametrize("start", [README, DOCS["index.md"]], ids=["readme", "site"])
+def test_two_clicks_lead_to_each_page(start: Path) -> None:
+    first = {start} | linked_pages(start)
     second = {page for each in first for page in linked_pages(each)}
     assert set(DOCS.values()) - first - second == set()
 
@@ -117,9 +112,6 @@ def test_versions_are_those_of_the_package() -> None:
     assert missing - {"lightning-fabric==2.6.6"} == set()
 
 
-def test_the_citation_has_the_version() -> None:
+def test_the_package_its_metadata_and_the_citation_have_one_version() -> None:
     assert f"\nversion: {flatfsdp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_the_package_and_its_metadata_have_one_version() -> None:
     assert importlib.metadata.version("flatfsdp") == flatfsdp.__version__

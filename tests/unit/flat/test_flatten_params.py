@@ -9,6 +9,7 @@ from torch import nn
 
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
+from tests.support.assertions import assert_raises
 from tests.support.flatten_models import (
     MODELS,
     all_in_one,
@@ -132,58 +133,43 @@ def test_zero_sized_and_zero_dimensional_parameters():
 # ---- errors: the parameter is named, and the module is left as it was -----------------------------------
 
 
-def mixed_dtypes(model):
-    model.mlp[2].double()
-
-
-def frozen_one(model):
-    model.mlp[2].weight.requires_grad_(False)
-
-
-def other_device(model):
-    model.mlp[2].to("meta")
+def check_refused(model, error, message, *options):
+    before = list(model.named_parameters())
+    assert_raises(error, message, FlattenParamsWrapper, model, *options)
+    assert list(model.named_parameters()) == before
 
 
 @pytest.mark.parametrize(
-    ("change", "trait"), [(mixed_dtypes, "dtype"), (frozen_one, "requires_grad"), (other_device, "device")]
+    ("change", "trait"),
+    [
+        (lambda layer: layer.double(), "dtype"),
+        (lambda layer: layer.weight.requires_grad_(False), "requires_grad"),
+        (lambda layer: layer.to("meta"), "device"),
+    ],
 )
 def test_a_group_must_agree(change, trait):
     model = build()
-    change(model)
-    before = list(model.named_parameters())
-    with pytest.raises(ValueError, match=rf"mlp\.2\.weight has {trait} .*unused in the same group"):
-        FlattenParamsWrapper(model)
-    assert list(model.named_parameters()) == before
+    change(model.mlp[2])
+    check_refused(model, ValueError, rf"mlp\.2\.weight has {trait} .*unused in the same group")
 
 
-def test_a_parameter_in_two_groups_is_an_error_also_when_tied():
-    model = build()
-    before = list(model.named_parameters())
-    with pytest.raises(ValueError, match=r"parameter head\.weight is in groups 0 and 1"):
-        FlattenParamsWrapper(model, [[model.embedding.weight], [model.head.bias, model.head.weight]])
-    assert list(model.named_parameters()) == before
+TIED = r"parameter head\.weight is in groups 0 and 1"
 
 
 @pytest.mark.parametrize(
     ("make_list", "error", "message"),
     [
+        (lambda m: [[m.embedding.weight], [m.head.bias, m.head.weight]], ValueError, TIED),
         (lambda m: [torch.zeros(3)], TypeError, "group 0 of param_list contains a <class 'torch.Tensor'>"),
         (lambda m: [[m.unused], ["unused"]], TypeError, "group 1 of param_list contains a <class 'str'>"),
         (lambda m: [m.unused, [m.head.bias]], TypeError, "contains a <class 'list'>"),
         (lambda m: [[m.unused], []], ValueError, "group 1 of param_list is empty"),
-        (
-            lambda m: [[m.unused], [nn.Parameter(torch.zeros(4, 5))]],
-            ValueError,
-            r"\(4, 5\) is not",
-        ),
+        (lambda m: [[m.unused], [nn.Parameter(torch.zeros(4, 5))]], ValueError, r"\(4, 5\) is not"),
     ],
 )
 def test_bad_param_lists(make_list, error, message):
     model = build()
-    before = list(model.named_parameters())
-    with pytest.raises(error, match=message):
-        FlattenParamsWrapper(model, make_list(model))
-    assert list(model.named_parameters()) == before
+    check_refused(model, error, message, make_list(model))
 
 
 @pytest.mark.parametrize(
@@ -201,10 +187,7 @@ def test_bad_param_lists(make_list, error, message):
 )
 def test_bad_names(names, message):
     model = build()
-    before = list(model.named_parameters())
-    with pytest.raises(ValueError, match=message):
-        FlattenParamsWrapper(model, two_groups(model), names)
-    assert list(model.named_parameters()) == before
+    check_refused(model, ValueError, message, two_groups(model), names)
 
 
 def test_flat_param_with_several_groups_says_how_many():

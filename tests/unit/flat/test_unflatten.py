@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
+from tests.support.copies import by_pickle, by_torch_save
 from tests.support.flatten_models import (
     MODELS,
     all_in_one,
@@ -174,17 +173,6 @@ def test_external_tensors_inside_unflatten_params_are_used_and_own_data_stays(fa
 
 
 # ---- copies ---------------------------------------------------------------------------------------------
-
-
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("factory", MODELS)

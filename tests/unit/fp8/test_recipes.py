@@ -14,6 +14,7 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulato
 from flatfsdp.fp8 import delayed_scaling as state
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from flatfsdp.layers.checks import require_fp8
+from tests.support.assertions import assert_equal
 from tests.support.fp8_layers import (
     FFN,
     FP8_RECIPES,
@@ -132,8 +133,7 @@ def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
                 each(batch(100.0))
         out.backward(torch.ones_like(out))
         grads.append((y.grad, each.weight.grad, each.bias.grad))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
     with autocast(recipe=SHORT):
         out = layer(x)
     out.sum().backward()
@@ -224,8 +224,7 @@ def test_any_number_of_tokens_is_that_of_the_last_one_repeated(make: Any, recipe
         out.square().sum().backward()
         assert x.grad is not None
         results.append([out, x.grad, *(p.grad for p in layer.parameters()), *fp8_state(layer).values()])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(*results)
 
 
 @pytest.fixture

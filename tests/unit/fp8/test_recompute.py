@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from flatfsdp import fp8
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import DotProductAttention, LayerNormMLP, Linear
+from tests.support.assertions import assert_equal
 from tests.support.fp8_layers import (
     FFN,
     SHORT,
@@ -39,20 +40,10 @@ def plain(block: nn.Module, *args: Any) -> Tensor:
     return block(*args)
 
 
-def checkpointed(block: nn.Module, *args: Any) -> Tensor:
-    return fp8.checkpoint(block, *args)
-
-
-def reentrant(block: nn.Module, *args: Any) -> Tensor:
-    return fp8.checkpoint(block, *args, use_reentrant=True)
-
-
-def torchs(block: nn.Module, *args: Any) -> Tensor:
-    return torch_checkpoint(block, *args, use_reentrant=False)
-
-
-def torchs_reentrant(block: nn.Module, *args: Any) -> Tensor:
-    return torch_checkpoint(block, *args, use_reentrant=True)
+checkpointed = fp8.checkpoint
+reentrant = partial(fp8.checkpoint, use_reentrant=True)
+torchs = partial(torch_checkpoint, use_reentrant=False)
+torchs_reentrant = partial(torch_checkpoint, use_reentrant=True)
 
 
 def selective(block: nn.Module, *args: Any) -> Tensor:
@@ -170,13 +161,13 @@ def test_mlp_that_saves_only_its_input_by_itself(activation: str, normalization:
             (normalized * dy).sum().backward()
         grads.append([out, normalized, x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
         assert len(grads[-1]) == 3 + len(list(layer.parameters())) - bool(frozen)
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------
 
 
+@cache
 def pipelined(call: Call, *, caches: bool, order: tuple[int, ...]) -> Trace:
     """Two forwards before their backwards, three steps; activations grow, so that scales change."""
     model = seeded(lambda: Stack(call=call))
@@ -202,17 +193,12 @@ def pipelined(call: Call, *, caches: bool, order: tuple[int, ...]) -> Trace:
     return Trace(losses, grads, snapshot(model))
 
 
-@cache
-def pipelined_without_recompute(*, caches: bool, order: tuple[int, ...]) -> Trace:
-    return pipelined(plain, caches=caches, order=order)
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["1F1B", "reversed"])
 @pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
 @pytest.mark.parametrize("way", WAYS)
 def test_forwards_run_ahead_of_backwards(way: str, caches: bool, order: tuple[int, int]) -> None:
     found = pipelined(WAYS[way], caches=caches, order=order)
-    assert_same(pipelined_without_recompute(caches=caches, order=order), found)
+    assert_same(pipelined(plain, caches=caches, order=order), found)
 
 
 def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None:
@@ -229,23 +215,19 @@ def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None
                     model(torch.randn(TOKENS, WIDTH) * factor)
         out.square().mean().backward()
         grads.append([x.grad, *(p.grad for p in model.parameters())])
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
 
 
 def test_two_backwards_through_one_graph() -> None:
     runs = []
     for call in (plain, checkpointed, torchs, torchs_reentrant):
-        model = seeded(lambda call=call: Stack(call=call))
-        x = torch.randn(TOKENS, WIDTH).requires_grad_()
+        model, x = seeded(lambda call=call: Stack(call=call)), torch.randn(TOKENS, WIDTH).requires_grad_()
         with autocast(recipe=SHORT):
             loss = model(x).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
         runs.append([x.grad, *(p.grad for p in model.parameters()), *snapshot(model).values()])
-    for other in runs[1:]:
-        for a, b in zip(runs[0], other, strict=True):
-            assert torch.equal(a, b)
+    assert_equal(*runs)
 
 
 def test_a_block_that_is_used_twice() -> None:
@@ -272,9 +254,7 @@ def test_backward_inside_the_region() -> None:
             with autocast(recipe=SHORT):
                 model(x).square().mean().backward()
         runs.append([*snapshot(model).values(), *(p.grad for p in model.parameters())])
-    for other in runs[1:]:
-        for a, b in zip(runs[0], other, strict=True):
-            assert torch.equal(a, b)
+    assert_equal(*runs)
 
 
 def test_backward_inside_the_region_with_another_one_inside_the_checkpoint() -> None:
@@ -343,8 +323,7 @@ def test_the_weight_is_not_cast_again_if_it_is_cached(monkeypatch: pytest.Monkey
                 weight.data = torch.full_like(weight, torch.nan)
         loss.backward()
         runs.append([x.grad.clone(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*runs)
 
 
 # ---- what else a checkpoint passes on ----------------------------------------------------------------------
@@ -367,8 +346,7 @@ def test_options_keyword_arguments_and_several_results() -> None:
         layer.zero_grad()
         out.square().sum().backward()
         results.append((out, x.grad, layer.weight.grad))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 def test_an_exception_inside_a_checkpoint_leaves_nothing_behind() -> None:
@@ -407,16 +385,12 @@ class Unknown(torch.autograd.Function):
         return None, x.grad
 
 
-def reentrant_in_eval(function: Any, x: Tensor) -> Tensor:
-    """A reentrant checkpoint in eval mode, whose forward looks like an evaluation."""
-    return torchs_reentrant(function, x)
-
-
-@pytest.mark.parametrize("call", [Unknown.apply, reentrant_in_eval], ids=["unknown", "eval"])
+@pytest.mark.parametrize("call", [Unknown.apply, torchs_reentrant], ids=["unknown", "eval"])
 @pytest.mark.parametrize("inside", [False, True], ids=["autocast-outside", "autocast-inside"])
 @pytest.mark.parametrize("layer", [Linear, LayerNormMLP])
 def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool, call: Any) -> None:
-    module = layer(WIDTH, FFN).train(call is not reentrant_in_eval)
+    # In eval mode, the forward of a reentrant checkpoint looks like an evaluation.
+    module = layer(WIDTH, FFN).train(call is not torchs_reentrant)
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     if inside:
         out = whole(call, module, x, recipe=SHORT)
@@ -425,13 +399,6 @@ def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool, ca
             out = call(module, x)
     with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or .* use_reentrant=False"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_torchs_own_checkpoint_without_fp8(use_reentrant: bool) -> None:
-    call = partial(torch_checkpoint, use_reentrant=use_reentrant)
-    runs = [train(seeded(lambda c=c: Stack(call=c)), recipe=None) for c in (plain, call)]
-    assert_same(*runs)
 
 
 class Tracker:
@@ -483,8 +450,7 @@ def test_dropout_of_a_tracker_with_states(use_reentrant: bool) -> None:
             continue
         with pytest.raises(RuntimeError, match=r"a Tracker.*pass it get_rng_state_tracker, too"):
             out.square().sum().backward()
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*runs)
 
 
 def test_attention_that_is_recomputed_by_itself_keeps_what_it_has_drawn() -> None:

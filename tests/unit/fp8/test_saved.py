@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.fp8.quantizers import Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.support.assertions import saved_by
 from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH
 
 E4M3 = torch.float8_e4m3fn
@@ -30,16 +31,9 @@ def saved(
     layer = layer.to(dtype)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained is None or name in trained)
-    found: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
     x = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=input_grad)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with autocast(enabled=recipe is not None, recipe=recipe):
-            out = layer(x)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        out, found = saved_by(layer, x)
     result = sorted(((tuple(t.shape), t.dtype) for t in found if t.numel() > 1), key=str)
     if out.requires_grad:
         out.sum().backward()
@@ -54,25 +48,17 @@ ACT_T, FC2_T = ((FFN, TOKENS), E4M3), ((FFN, WIDTH), E4M3)
 FC1, FC2 = ((FFN, WIDTH), E4M3), ((WIDTH, FFN), E4M3)
 
 
-@RECIPES
-@pytest.mark.parametrize(
-    ("trained", "input_grad", "expected"),
-    [
-        (("weight", "bias"), True, [X_T, W_T]),
-        (("weight", "bias"), False, [X_T]),
-        (("weight",), False, [X_T]),
-        ((), True, [W_T]),
-        (("bias",), True, [W_T]),
-        (("bias",), False, []),
-        ((), False, []),
-    ],
-)
-def test_linear(recipe: Any, trained: Any, input_grad: bool, expected: list[Any]) -> None:
-    layer = Linear(WIDTH, FFN)
-    assert saved(layer, recipe, input_grad=input_grad, trained=trained) == sorted(expected, key=str)
+def norm_of(dtype: torch.dtype) -> list[Any]:
+    """The tensors that the backward of a LayerNorm reads."""
+    statistics = ((TOKENS,), torch.float32)
+    return [((TOKENS, WIDTH), dtype), ((WIDTH,), dtype), statistics, statistics]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+NORM = ("layer_norm_weight", "layer_norm_bias")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
 @pytest.mark.parametrize(
     ("trained", "input_grad", "expected"),
     [
@@ -87,63 +73,48 @@ def test_linear_without_fp8(dtype: torch.dtype, trained: Any, input_grad: bool, 
     assert found == sorted(((shape, dtype) for shape in expected), key=str)
 
 
-def norm_of(dtype: torch.dtype) -> list[Any]:
-    """The tensors that the backward of a LayerNorm reads."""
-    statistics = ((TOKENS,), torch.float32)
-    return [((TOKENS, WIDTH), dtype), ((WIDTH,), dtype), statistics, statistics]
-
-
-NORM = ("layer_norm_weight", "layer_norm_bias")
-
-
 @RECIPES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize(
-    ("trained", "input_grad", "norm", "expected"),
+    ("make", "trained", "input_grad", "reads", "expected"),
     [
-        (None, True, True, [X_T, W_T]),
-        (None, False, True, [X_T, W_T]),
-        (NORM, False, True, [W_T]),
-        ((), True, True, [W_T]),
-        (("weight",), False, False, [X_T]),
-        (("bias",), False, False, []),
+        (Linear, ("weight", "bias"), True, "", [X_T, W_T]),
+        (Linear, ("weight", "bias"), False, "", [X_T]),
+        (Linear, ("weight",), False, "", [X_T]),
+        (Linear, (), True, "", [W_T]),
+        (Linear, ("bias",), True, "", [W_T]),
+        (Linear, ("bias",), False, "", []),
+        (Linear, (), False, "", []),
+        (LayerNormLinear, None, True, "norm", [X_T, W_T]),
+        (LayerNormLinear, None, False, "norm", [X_T, W_T]),
+        (LayerNormLinear, NORM, False, "norm", [W_T]),
+        (LayerNormLinear, (), True, "norm", [W_T]),
+        (LayerNormLinear, ("weight",), False, "", [X_T]),
+        (LayerNormLinear, ("bias",), False, "", []),
+        (LayerNormMLP, None, True, "norm, hidden", [X_T, W_T, ACT_T, FC2_T]),
+        (LayerNormMLP, None, False, "norm, hidden", [X_T, W_T, ACT_T, FC2_T]),
+        (LayerNormMLP, (), True, "norm, hidden", [W_T, FC2_T]),
+        (LayerNormMLP, ("fc1_weight",), True, "norm, hidden", [X_T, W_T, FC2_T]),
+        (LayerNormMLP, ("fc2_weight",), True, "norm, hidden", [W_T, ACT_T, FC2_T]),
+        (LayerNormMLP, ("fc1_weight",), False, "hidden", [X_T, FC2_T]),
+        (LayerNormMLP, ("fc1_bias",), False, "hidden", [FC2_T]),
+        (LayerNormMLP, ("fc2_weight",), False, "", [ACT_T]),
+        (LayerNormMLP, ("fc2_bias",), False, "", []),
     ],
 )
-def test_layernorm_linear(
-    recipe: Any, dtype: torch.dtype, trained: Any, input_grad: bool, norm: bool, expected: list[Any]
-) -> None:
-    found = saved(LayerNormLinear(WIDTH, FFN), recipe, input_grad=input_grad, trained=trained, dtype=dtype)
-    assert found == sorted(expected + norm_of(dtype) * norm, key=str)
-
-
-@RECIPES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("trained", "input_grad", "norm", "before_activation", "expected"),
-    [
-        (None, True, True, True, [X_T, W_T, ACT_T, FC2_T]),
-        (None, False, True, True, [X_T, W_T, ACT_T, FC2_T]),
-        ((), True, True, True, [W_T, FC2_T]),
-        (("fc1_weight",), True, True, True, [X_T, W_T, FC2_T]),
-        (("fc2_weight",), True, True, True, [W_T, ACT_T, FC2_T]),
-        (("fc1_weight",), False, False, True, [X_T, FC2_T]),
-        (("fc1_bias",), False, False, True, [FC2_T]),
-        (("fc2_weight",), False, False, False, [ACT_T]),
-        (("fc2_bias",), False, False, False, []),
-    ],
-)
-def test_layernorm_mlp(
+def test_layers_in_fp8(
     recipe: Any,
     dtype: torch.dtype,
+    make: Any,
     trained: Any,
     input_grad: bool,
-    norm: bool,
-    before_activation: bool,
+    reads: str,
     expected: list[Any],
 ) -> None:
-    found = saved(LayerNormMLP(WIDTH, FFN), recipe, input_grad=input_grad, trained=trained, dtype=dtype)
-    fc1_out = [((TOKENS, FFN), dtype)] * before_activation
-    assert found == sorted(expected + fc1_out + norm_of(dtype) * norm, key=str)
+    """Besides FP8: what the norm's backward reads, and the hidden values before the activation."""
+    found = saved(make(WIDTH, FFN), recipe, input_grad=input_grad, trained=trained, dtype=dtype)
+    hidden = [((TOKENS, FFN), dtype)] * ("hidden" in reads)
+    assert found == sorted(expected + hidden + norm_of(dtype) * ("norm" in reads), key=str)
 
 
 @RECIPES
@@ -159,11 +130,9 @@ def test_cached_weights_are_saved_by_reference() -> None:
     layer = Linear(WIDTH, FFN)
     storages = set()
     for first in (True, False, False):
-        found: list[Tensor] = []
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, f=found: (f.append(t), t)[1], lambda t: t):
-            with autocast(recipe=SHORT):
-                layer(x, is_first_microbatch=first)
+        with autocast(recipe=SHORT):
+            _, found = saved_by(layer, x, is_first_microbatch=first)
         (weight,) = (t for t in found if t.shape == (WIDTH, FFN))
         storages.add(weight.untyped_storage().data_ptr())
     assert len(storages) == 1

@@ -6,41 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from flatfsdp import fp8, shard
-from flatfsdp.fp8 import DelayedScaling, Format, autocast
-from flatfsdp.layers import DotProductAttention, Embedding, Linear, convert
-
-SHORT = DelayedScaling(amax_history_len=4)
-OTHERS = [
-    DelayedScaling(amax_history_len=8),
-    DelayedScaling(margin=2),
-    DelayedScaling(fp8_format=Format.E4M3),
-]
-
-
-def trained(layer: nn.Module, steps: int = 3) -> nn.Module:
-    for step in range(steps):
-        with autocast(recipe=SHORT):
-            out = layer(torch.randn(16, 32) * 2.0**step)
-        out.sum().backward()
-    return layer
-
-
-def state(layer: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in layer.named_buffers()}
-
-
-@pytest.mark.parametrize("recipe", OTHERS, ids=["longer", "margin", "format"])
-def test_an_evaluation_with_another_recipe_changes_no_state(recipe: DelayedScaling) -> None:
-    layer = trained(Linear(32, 32))
-    before = state(layer)
-    with torch.no_grad(), autocast(recipe=recipe):
-        layer(torch.randn(16, 32) * 100)
-    after = state(layer)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+from flatfsdp import fp8
+from flatfsdp.fp8 import DelayedScaling, autocast
+from flatfsdp.layers import Embedding, Linear
+from tests.support.assertions import assert_equal
+from tests.support.fp8_layers import SHORT
 
 
 def test_an_evaluation_between_forward_and_recompute() -> None:
@@ -54,13 +25,11 @@ def test_an_evaluation_between_forward_and_recompute() -> None:
         with autocast(recipe=SHORT):
             out = fp8.checkpoint(layer, inp)
         if evaluates:
-            with torch.no_grad(), autocast(recipe=OTHERS[0]):
+            with torch.no_grad(), autocast(recipe=DelayedScaling(amax_history_len=8)):
                 layer(x * 100)
         out.square().sum().backward()
-        grads.append((inp.grad, layer.weight.grad, state(layer)))
-    (dx, dw, plain), (dx_evaluated, dw_evaluated, evaluated) = grads
-    assert torch.equal(dx, dx_evaluated) and torch.equal(dw, dw_evaluated)
-    assert all(torch.equal(plain[name], evaluated[name]) for name in plain)
+        grads.append((inp.grad, layer.weight.grad, *layer.buffers()))
+    assert_equal(*grads)
 
 
 @pytest.mark.parametrize("recipe", [None, SHORT], ids=["fp32", "fp8"])
@@ -133,20 +102,3 @@ def test_a_backward_inside_torch_autocast_keeps_fp32_sums() -> None:
         grads.append(layer.weight.main_grad)
     assert torch.equal(*grads)
     assert not torch.equal(grads[0], grads[0].bfloat16().float())
-
-
-def test_transformer_engine_pickles_are_not_read() -> None:
-    attention = DotProductAttention(4, 8)
-    attention.load_state_dict({"_extra_state": torch.zeros(3, dtype=torch.uint8)})
-
-
-def test_convert_refuses_what_is_flat_already() -> None:
-
-    model = shard(nn.Sequential(nn.Linear(32, 32)))
-    with pytest.raises(ValueError, match="convert first, then shard or wrap"):
-        convert(model, filter=lambda linear, name: True)
-
-
-def test_a_typo_in_fuse_wgrad_accumulation() -> None:
-    with pytest.raises(ValueError, match="'two-pass'; it must be True, False, 'two_pass' or 'if_claimed'"):
-        Linear(32, 32, fuse_wgrad_accumulation="two-pass")  # type: ignore[arg-type]

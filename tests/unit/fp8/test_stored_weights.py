@@ -33,47 +33,46 @@ def stored(module: nn.Module) -> set[str]:
     }
 
 
-def test_weights_of_fp8_products_and_nothing_else() -> None:
-    names = {"up.weight", "down.weight", "mlp.fc1_weight", "mlp.fc2_weight"}
-    assert stored(Block()) == names
+def tied(*layers: nn.Module) -> nn.Module:
+    """Layers, the first two of which share one weight."""
+    layers[0].weight = layers[1].weight
+    return nn.Sequential(*layers)
 
 
-def test_not_where_the_shape_does_not_suit_products() -> None:
-    assert stored(nn.Sequential(Linear(32, 40), LayerNormLinear(40, 32), Linear(32, 32))) == {"2.weight"}
-
-
-def test_not_a_weight_without_elements() -> None:
-    assert stored(nn.Sequential(Linear(32, 32), Linear(32, 0))) == {"0.weight"}
-
-
-def test_not_where_fp8_is_off() -> None:
+def without_fp8() -> nn.Module:
     layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
     layers[0].allows_fp8 = False
-    assert stored(layers) == {"1.weight"}
+    return layers
 
 
-def test_not_if_somebody_else_reads_the_weight() -> None:
-    model = nn.Sequential(Embedding(32, 32), Linear(32, 32), Linear(32, 32))
-    model[0].weight = model[1].weight
-    assert stored(model) == {"2.weight"}
+def converted() -> nn.Module:
+    return convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 40)), filter=lambda *_: True)
 
 
-def test_tied_weights_of_two_such_layers() -> None:
-    model = nn.Sequential(Linear(32, 32), Linear(32, 32))
-    model[1].weight = model[0].weight
-    assert stored(model) == {"0.weight"}
+PIECES = ("query", "key", "value")
 
 
-def test_converted_layers() -> None:
-    model = convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 40)), filter=lambda *_: True)
-    assert stored(model) == {"0.weight"}
-
-
-def test_weights_in_several_pieces_are_one_operand() -> None:
-    """They have one scale, if each piece has a size that suits GEMMs."""
-    split = Linear(32, 48, parameters_split=("query", "key", "value"))
-    odd = Linear(48, 32, parameters_split={"a": 8, "b": 24})
-    assert stored(nn.Sequential(split, odd)) == {f"0.{name}_weight" for name in ("query", "key", "value")}
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Block, {"up.weight", "down.weight", "mlp.fc1_weight", "mlp.fc2_weight"}),
+        (lambda: nn.Sequential(Linear(32, 40), LayerNormLinear(40, 32), Linear(32, 32)), {"2.weight"}),
+        (lambda: nn.Sequential(Linear(32, 32), Linear(32, 0)), {"0.weight"}),
+        (without_fp8, {"1.weight"}),
+        (lambda: tied(Embedding(32, 32), Linear(32, 32), Linear(32, 32)), {"2.weight"}),
+        (lambda: tied(Linear(32, 32), Linear(32, 32)), {"0.weight"}),
+        (converted, {"0.weight"}),
+        # They have one scale, if each piece has a size that suits GEMMs.
+        (lambda: nn.Sequential(Linear(32, 48, parameters_split=PIECES)), {f"0.{p}_weight" for p in PIECES}),
+        (
+            lambda: nn.Sequential(Linear(48, 32, parameters_split={"a": 8, "b": 24}), Linear(32, 32)),
+            {"1.weight"},
+        ),
+    ],
+    ids=["FP8", "sizes", "empty", "off", "read by others", "tied", "converted", "pieces", "odd pieces"],
+)
+def test_weights_that_only_fp8_products_read(make: Any, names: set[str]) -> None:
+    assert stored(make()) == names
 
 
 def forward(recipe: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.support.assertions import assert_equal
 from tests.support.fp8_layers import FFN, FP8_RECIPES, SHORT, TOKENS, WIDTH, Stack, batch, seeded
 from tests.support.plain_layers import error
 
@@ -82,8 +83,7 @@ def test_cached_weights_give_the_bits_of_weights_that_are_cast_each_time(recipe:
                 out = model(y, first)
             out.square().mean().backward()
             results.append((out, y.grad, *(p.grad for p in model.parameters())))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(*results)
 
 
 def test_a_cached_weight_of_an_evaluation_serves_training() -> None:
@@ -98,8 +98,7 @@ def test_a_cached_weight_of_an_evaluation_serves_training() -> None:
             out = layer(x, is_first_microbatch=not evaluates_first)
         out.square().sum().backward()
         grads.append((x.grad, layer.weight.grad))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -184,8 +183,7 @@ def test_scales_that_move_between_forward_and_backward(layer_type: type, caches:
         assert torch.equal(layer.fp8_forward_scale, before) != moves
         out.backward(dy)
         grads.append((x.grad, *(p.grad for p in layer.parameters())))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
 
 
 def test_a_state_dict_that_is_loaded_between_forward_and_backward_does_not_matter() -> None:
@@ -203,27 +201,19 @@ def test_a_state_dict_that_is_loaded_between_forward_and_backward_does_not_matte
     assert torch.equal(dx, again)
 
 
-def test_scales_that_are_loaded_are_used_by_the_next_cast() -> None:
+@pytest.mark.parametrize("loads", [True, False], ids=["loaded", "written in place"])
+def test_new_scales_are_used_by_the_next_cast(loads: bool) -> None:
     layer, x = Linear(WIDTH, FFN, bias=False), batch()
     with autocast(recipe=SHORT):
         layer(x)
     state = copy.deepcopy(layer.state_dict())
-    state["fp8_forward_scale"].copy_(torch.tensor([4.0, 8.0]))
-    layer.load_state_dict(state)
+    scale = state["fp8_forward_scale"] if loads else layer.fp8_forward_scale
+    scale.copy_(torch.tensor([4.0, 8.0]))
+    if loads:
+        layer.load_state_dict(state)
     with torch.no_grad(), autocast(recipe=SHORT):
         out = layer(x)
     exact = fp8_of(x, torch.tensor(4.0)) @ fp8_of(layer.weight, torch.tensor(8.0)).t()
-    assert error(out, exact) < 1e-6
-
-
-def test_scales_that_are_written_in_place_are_used_by_the_next_cast() -> None:
-    layer, x = Linear(WIDTH, FFN, bias=False), batch()
-    with autocast(recipe=SHORT):
-        layer(x)
-    layer.fp8_forward_scale.copy_(torch.tensor([2.0, 16.0]))
-    with torch.no_grad(), autocast(recipe=SHORT):
-        out = layer(x)
-    exact = fp8_of(x, torch.tensor(2.0)) @ fp8_of(layer.weight, torch.tensor(16.0)).t()
     assert error(out, exact) < 1e-6
 
 
@@ -257,8 +247,7 @@ def test_layers_of_one_class_keep_their_own_weights() -> None:
     with autocast(recipe=CurrentScaling()):
         first = [layer(x, is_first_microbatch=True) for layer in model]
         second = [layer(x, is_first_microbatch=False) for layer in model]
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(first, second)
 
 
 def test_current_scaling_takes_the_scale_of_the_tensor_itself() -> None:

@@ -15,6 +15,7 @@ from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import WindowMasks
 from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from tests.support import plain_layers as plain
+from tests.support.assertions import saved_by
 
 SEQ, BATCH, HEADS, DIM = 9, 3, 4, 8
 TRIANGLE = plain.window(SEQ, SEQ, -1, 0)
@@ -146,16 +147,10 @@ def test_checkpointed_attention_is_the_same_and_keeps_less(dropout: float) -> No
     inputs = [plain.leaf(SEQ, BATCH, HEADS, DIM) for _ in range(3)]
     results = []
     for checkpoint in (False, True):
-        kept: set[int] = set()
-
-        def pack(tensor: Tensor, kept: set[int] = kept) -> Tensor:
-            kept.add(tensor.untyped_storage().data_ptr())
-            return tensor
-
         torch.manual_seed(1)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = layer(*inputs, checkpoint_core_attention=checkpoint)
-        results.append((out, *torch.autograd.grad(out.square().sum(), inputs), len(kept)))
+        out, kept = saved_by(layer, *inputs, checkpoint_core_attention=checkpoint)
+        storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs), len(storages)))
     (*without, more), (*with_checkpoint, fewer) = results
     assert all(torch.equal(a, b) for a, b in zip(without, with_checkpoint, strict=True))
     assert fewer < more
@@ -200,24 +195,6 @@ def test_masks_made_in_inference_serve_training() -> None:
         layer(*inputs)
     layer(*inputs).sum().backward()
     assert inputs[0].grad is not None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_gqa_groups": 3}, "num_gqa_groups is 3; it must divide num_attention_heads, 4"),
-        ({"qkv_format": "thd"}, "qkv_format is 'thd'"),
-        ({"attn_mask_type": "alibi"}, "attn_mask_type is 'alibi'"),
-        ({"attention_dropout": 1.0}, r"attention_dropout is 1\.0"),
-        ({"window_size": (3, 1)}, r"window_size is \(3, 1\), which shows keys after the query"),
-        ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
-        ({"window_size": (4,)}, r"window_size is \(4,\); it must be two numbers"),
-        ({"window_size": 4}, "window_size is 4; it must be two numbers"),
-    ],
-)
-def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DotProductAttention(HEADS, DIM, **arguments)
 
 
 @pytest.mark.parametrize(

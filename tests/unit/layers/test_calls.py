@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.packed import PACKED_PARTS, leave_packed
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
-from flatfsdp.layers import (
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    LinearCrossEntropy,
-)
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, LinearCrossEntropy
 from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from flatfsdp.layers.attention.slices import add_to_slices
@@ -30,6 +24,8 @@ from flatfsdp.layers.calls import linear, norm_linear, prepare
 from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
+from tests.support.assertions import assert_equal
+from tests.support.copies import by_pickle
 from tests.support.foreign_layers import (
     FFN,
     WIDTH,
@@ -44,12 +40,6 @@ from tests.support.foreign_layers import (
 )
 from tests.support.fp8_layers import RECIPES, SHORT, TOKENS
 from tests.support.plain_layers import EPS, error, trained
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
 
 
 @RECIPES
@@ -185,7 +175,7 @@ def test_of_split_parameters_the_pack_may_be_kept_in_fp8() -> None:
     assert Linear(32, 48).fp8_weights() == ("weight",) and Linear(32, 40).fp8_weights() == ()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
 def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], Any]) -> None:
     layer = Linear(4, 6, parameters_split=["a", "b"])
     other = copied(layer)

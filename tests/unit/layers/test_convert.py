@@ -14,6 +14,7 @@ from flatfsdp import shard
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.layers.convert import ConvertedLinear
+from tests.support.assertions import assert_equal
 from tests.support.fp8_layers import SHORT, fp8_state
 
 
@@ -86,8 +87,7 @@ def test_without_autocast_the_bits_are_the_same() -> None:
         out = each(IDS)
         out.square().sum().backward()
         results.append([out, *(p.grad for p in each.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 def test_in_autocast_only_what_was_converted_is_fp8() -> None:
@@ -170,7 +170,7 @@ def test_subclasses_compute_something_else() -> None:
 
 
 def test_a_sharded_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"0\.weight is sharded already; convert first"):
+    with pytest.raises(ValueError, match=r"0\.weight is sharded already; convert first, then shard or wrap"):
         convert(shard(nn.Sequential(nn.Linear(32, 32))), everything)
 
 

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp.layers.dropout import bias_dropout_add
 from tests.support import plain_layers as plain
+from tests.support.assertions import saved_by
 
 
 def test_without_dropout_it_is_an_addition() -> None:
@@ -57,9 +58,7 @@ def test_the_gradient_of_the_residual_is_not_copied() -> None:
 
 @pytest.mark.parametrize(("p", "nbytes"), [(0.0, 0), (0.3, 8)])
 def test_only_a_seed_is_stored_for_backward(p: float, nbytes: int) -> None:
-    stored: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(stored.append, lambda tensor: tensor):
-        bias_dropout_add(plain.leaf(4, 8), plain.leaf(8), plain.leaf(4, 8), p, True)
+    _, stored = saved_by(bias_dropout_add, plain.leaf(4, 8), plain.leaf(8), plain.leaf(4, 8), p, True)
     assert sum(tensor.nbytes for tensor in stored) == nbytes
 
 

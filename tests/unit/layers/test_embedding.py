@@ -142,12 +142,6 @@ def test_initial_values() -> None:
     assert Embedding(3, 2, padding_idx=-1).padding_idx == 2
 
 
-@pytest.mark.parametrize("padding_idx", [3, -4])
-def test_a_padding_idx_outside_the_table(padding_idx: int) -> None:
-    with pytest.raises(ValueError, match="3 rows"):
-        Embedding(3, 2, padding_idx)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_id_outside_the_table(fused: bool) -> None:
     layer = Embedding(3, 2, fuse_wgrad_accumulation=fused)

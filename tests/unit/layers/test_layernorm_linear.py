@@ -10,26 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.norm.forward import norm_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.support import plain_layers as plain
+from tests.support.fp8_layers import RECIPES
 from tests.support.plain_layers import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+CHECKPOINTED = partial(LayerNormMLP, checkpoint=True)
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-RECIPES = pytest.mark.parametrize(
-    "recipe",
-    [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
-    ids=["high", "delayed", "current", "block"],
-)
-
-
-def expected(layer: LayerNormLinear, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and norm, with these parameters instead of the layer's."""
-    named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
-    normalized = plain.norm_of(layer, x, named)
-    return F.linear(normalized, named["weight"], named.get("bias")), normalized
 
 
 @DTYPES
@@ -42,12 +32,7 @@ def test_against_float64(
 ) -> None:
     options = {"normalization": normalization, "zero_centered_gamma": zero_centered}
     layer = trained(LayerNormLinear(19, 7, eps, bias=bias, params_dtype=dtype, **options))
-    plain.same_gradients(
-        lambda x, *_: layer(x),
-        lambda *tensors: expected(layer, *tensors)[0],
-        [plain.leaf(2, 5, 19, dtype=dtype), *layer.parameters()],
-        2 * plain.EPS[dtype],
-    )
+    plain.check_layer(layer, plain.leaf(2, 5, 19, dtype=dtype), 2 * plain.EPS[dtype])
 
 
 @NORMS
@@ -69,7 +54,7 @@ def test_gradients_of_every_result(normalization: str, returns: str) -> None:
     inputs = [plain.leaf(16, 32), *layer.parameters()]
     ours = chosen(*layer(inputs[0], return_residual=True))
     doubles = [t.detach().double().requires_grad_() for t in inputs]
-    exact = chosen(*expected(layer, *doubles), doubles[0])
+    exact = chosen(*plain.expected(layer, *doubles), doubles[0])
     assert plain.error(ours, exact) < 1e-5
     grads = torch.autograd.grad(ours.sum(), inputs, allow_unused=True)
     exact_grads = torch.autograd.grad(exact.sum(), doubles, allow_unused=True)
@@ -81,12 +66,15 @@ def test_gradients_of_every_result(normalization: str, returns: str) -> None:
 @RECIPES
 @NORMS
 @pytest.mark.parametrize("unused", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
-def test_results_that_are_not_used(normalization: str, recipe: Any, unused: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("make", [LayerNormLinear, LayerNormMLP, CHECKPOINTED])
+def test_results_that_are_not_used(
+    normalization: str, recipe: Any, make: Any, unused: tuple[int, ...]
+) -> None:
     """They count as having a zero gradient, to the last bit; expanded gradients are supported, too."""
     results = []
     for by_zeros in (False, True):
         torch.manual_seed(0)
-        layer = trained(LayerNormLinear(32, 48, normalization=normalization, return_layernorm_output=True))
+        layer = trained(make(32, 48, normalization=normalization, return_layernorm_output=True))
         x = torch.randn(16, 32).requires_grad_()
         with autocast(enabled=recipe is not None, recipe=recipe):
             outs = layer(x, return_residual=True)
@@ -95,58 +83,11 @@ def test_results_that_are_not_used(normalization: str, recipe: Any, unused: tupl
             grads = [torch.zeros_like(g) if i in unused else g.clone() for i, g in enumerate(grads)]
         used = [i for i in range(3) if by_zeros or i not in unused]
         torch.autograd.backward([outs[i] for i in used], [grads[i] for i in used])
-        found = [x.grad, *(p.grad for p in layer.parameters())]
-        results.append([torch.zeros(()) if g is None else g for g in found])
+        weights = {name: p.grad for name, p in layer.named_parameters()}
+        assert (weights.get("fc1_weight", weights.get("weight")) is not None) == (0 in used)
+        results.append([torch.zeros(()) if g is None else g for g in (x.grad, *weights.values())])
     for a, b in zip(*results, strict=True):
         assert plain.error(a.expand_as(b), b) < 1e-6
-
-
-@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_residual_is_added_first(layer_type: type, dtype: torch.dtype, needs: Any) -> None:
-    """It is bit-equal to a separate addition, in two backwards that add up."""
-    layer = trained(layer_type(32, 48, params_dtype=dtype))
-    results = []
-    for by_hand in (True, False):
-        torch.manual_seed(1)
-        layer.zero_grad()
-        x, y = (torch.randn(2, 16, 32).to(dtype).requires_grad_(need) for need in needs)
-        results.append([])
-        for _ in range(2):
-            run = partial(layer, return_residual=True)
-            out, residual = run(x + y) if by_hand else run(x, residual=y)
-            results[-1] += [out, residual]
-            (out.sin().sum() + residual.cos().sum()).backward()
-        assert (x.grad is not None, y.grad is not None) == needs
-        grads = [x.grad, y.grad, *(p.grad for p in layer.parameters())]
-        results[-1] += [grad for grad in grads if grad is not None]
-    for ours, other in zip(*results, strict=True):
-        assert torch.equal(ours, other)
-
-
-@RECIPES
-@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
-def test_a_residual_in_fp8(layer_type: type, recipe: Any) -> None:
-    results = []
-    for by_hand in (True, False):
-        torch.manual_seed(1)
-        layer = trained(layer_type(32, 48))
-        for _ in range(3):
-            x, y = torch.randn(16, 32).requires_grad_(), torch.randn(16, 32).requires_grad_()
-            with autocast(enabled=recipe is not None, recipe=recipe):
-                out = layer(x + y) if by_hand else layer(x, residual=y)
-            out.square().sum().backward()
-        state = [*layer.state_dict().values()]
-        results.append([out, x.grad, y.grad, *(p.grad for p in layer.parameters()), *state])
-    for ours, other in zip(*results, strict=True):
-        assert torch.equal(ours, other)
-
-
-@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
-def test_a_residual_of_another_shape(layer_type: type) -> None:
-    with pytest.raises(ValueError, match=rf"{layer_type.__name__}.*residual.*\(2, 16, 32\)"):
-        layer_type(32, 48)(torch.randn(2, 16, 32), residual=torch.randn(16, 32))
 
 
 def test_order_of_results() -> None:
@@ -224,28 +165,37 @@ def test_gradients_through_the_norm_in_fp8(normalization: str, recipe: Any) -> N
         assert plain.error(ours.grad, exact.grad) < 1e-5
 
 
+NORM = {"layer_norm_weight", "layer_norm_bias"}
+ALL = {*NORM, "weight", "bias"}
+MLP_TRAINS = [{"fc2_weight"}, {"fc2_bias"}, {"fc1_bias"}, {"fc1_weight", "fc2_weight"}, {"layer_norm_weight"}]
+MLP_TRAINS += [{"layer_norm_bias", "fc2_bias"}, set()]
+
+
 @RECIPES
 @pytest.mark.parametrize(
-    "frozen", [("weight",), ("layer_norm_weight", "layer_norm_bias"), ("bias",), ("all",)]
+    ("make", "trains"),
+    [
+        *((LayerNormLinear, ALL - frozen) for frozen in ({"weight"}, {"bias"}, NORM, ALL)),
+        *((make, trains) for make in (LayerNormMLP, CHECKPOINTED) for trains in MLP_TRAINS),
+    ],
 )
 @pytest.mark.parametrize("input_grad", [False, True])
-def test_freezing_changes_no_other_gradient(recipe: Any, frozen: tuple[str, ...], input_grad: bool) -> None:
-    def run(skips: tuple[str, ...], needs_grad: bool) -> dict[str, Tensor | None]:
+def test_freezing_changes_no_other_gradient(recipe: Any, make: Any, trains: Any, input_grad: bool) -> None:
+    def run(needs_grad: bool, trained_names: Any = None) -> dict[str, Tensor | None]:
         torch.manual_seed(0)
-        layer = trained(LayerNormLinear(32, 48))
+        layer = trained(make(32, 48))
         for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(name not in skips and "all" not in skips)
+            parameter.requires_grad_(trained_names is None or name in trained_names)
         x = torch.randn(16, 32, requires_grad=needs_grad)
         with autocast(enabled=recipe is not None, recipe=recipe):
             out = layer(x)
         if out.requires_grad:
-            out.backward(torch.randn(16, 48))
+            out.backward(torch.randn(out.shape))
         return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
-    everything, some = run((), True), run(frozen, input_grad)
+    everything, some = run(True), run(input_grad, trains)
     for name, grad in some.items():
-        skipped = (name == "x" and not input_grad) or name in frozen or (name != "x" and "all" in frozen)
-        assert (grad is None) == skipped, name
+        assert (grad is not None) == (input_grad if name == "x" else name in trains), name
         assert grad is None or torch.equal(grad, everything[name]), name
 
 
@@ -272,11 +222,6 @@ def test_initial_values() -> None:
     layer = LayerNormLinear(8, 4, normalization="RMSNorm", bias=False)
     assert layer.layer_norm_bias is None and layer.bias is None
     assert sorted(layer.state_dict()) == ["layer_norm_weight", "weight"]
-
-
-def test_an_unknown_norm() -> None:
-    with pytest.raises(ValueError, match="BatchNorm"):
-        LayerNormLinear(8, 4, normalization="BatchNorm")
 
 
 @RECIPES

@@ -6,30 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.support import plain_layers as plain
+from tests.support.plain_layers import trained
 
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 ACTIVATIONS = pytest.mark.parametrize("activation", NAMES)
-
-
-def trained(layer: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.normal_(0, 1 / 4 if name.startswith("fc") else 1)
-    return layer
-
-
-def expected(layer: LayerNormMLP, x: Tensor, *parameters: Tensor) -> Tensor:
-    named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
-    normalized = plain.norm_of(layer, x, named)
-    hidden = F.linear(normalized, named["fc1_weight"], named.get("fc1_bias"))
-    return F.linear(plain.activated(hidden, layer.activation), named["fc2_weight"], named.get("fc2_bias"))
 
 
 HAS_A_KINK = ("relu", "reglu")
@@ -46,29 +31,16 @@ HAS_A_KINK = ("relu", "reglu")
 @NORMS
 @pytest.mark.parametrize("bias", [False, True])
 def test_against_float64(dtype: torch.dtype, normalization: str, activation: str, bias: bool) -> None:
-    layer = trained(
-        LayerNormMLP(
-            19, 23, bias=bias, normalization=normalization, activation=activation, params_dtype=dtype
-        )
-    )
-    plain.same_gradients(
-        lambda x, *_: layer(x),
-        lambda *tensors: expected(layer, *tensors),
-        [plain.leaf(2, 5, 19, dtype=dtype), *layer.parameters()],
-        1.5 * plain.EPS[dtype],
-    )
+    options = {"normalization": normalization, "activation": activation, "params_dtype": dtype}
+    layer = trained(LayerNormMLP(19, 23, bias=bias, **options))
+    plain.check_layer(layer, plain.leaf(2, 5, 19, dtype=dtype), 1.5 * plain.EPS[dtype])
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_zero_centred_gain(zero_centered: bool, checkpoint: bool) -> None:
     layer = trained(LayerNormMLP(32, 48, 0.1, zero_centered_gamma=zero_centered, checkpoint=checkpoint))
-    plain.same_gradients(
-        lambda x, *_: layer(x),
-        lambda *tensors: expected(layer, *tensors),
-        [plain.leaf(16, 32), *layer.parameters()],
-        1e-5,
-    )
+    plain.check_layer(layer, plain.leaf(16, 32), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,59 +122,6 @@ def test_every_result(recipe: Any, checkpoint: bool) -> None:
     assert plain.error(grads[0], parts[0] + parts[1] + dy) < 1e-6
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("used", [(0,), (1,), (2,), (1, 2)])
-def test_expanded_gradients_of_single_results(recipe: Any, checkpoint: bool, used: tuple[int, ...]) -> None:
-    layer = LayerNormMLP(32, 48, return_layernorm_output=True, checkpoint=checkpoint)
-    x = torch.randn(16, 32).requires_grad_()
-    with autocast(enabled=recipe is not None, recipe=recipe):
-        outs = layer(x, return_residual=True)
-    (sum(outs[i].sum() for i in used)).backward()
-    assert x.grad.shape == x.shape
-    assert (layer.fc1_weight.grad is not None) == (0 in used)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
-    ids=["high", "delayed", "current", "block"],
-)
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("input_grad", [False, True])
-@pytest.mark.parametrize(
-    "trains",
-    [
-        ("fc2_weight",),
-        ("fc2_bias",),
-        ("fc1_bias",),
-        ("fc1_weight", "fc2_weight"),
-        ("layer_norm_weight",),
-        ("layer_norm_bias", "fc2_bias"),
-        (),
-    ],
-)
-def test_freezing_changes_no_other_gradient(
-    recipe: Any, checkpoint: bool, input_grad: bool, trains: tuple[str, ...]
-) -> None:
-    def run(trained_names: Any, needs_grad: bool) -> dict[str, Tensor | None]:
-        torch.manual_seed(0)
-        layer = trained(LayerNormMLP(32, 48, checkpoint=checkpoint))
-        for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(trained_names is None or name in trained_names)
-        x = torch.randn(16, 32, requires_grad=needs_grad)
-        with autocast(enabled=recipe is not None, recipe=recipe):
-            out = layer(x)
-        if out.requires_grad:
-            out.backward(torch.randn(16, 32))
-        return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
-
-    everything, some = run(None, True), run(trains, input_grad)
-    for name, grad in some.items():
-        assert (grad is not None) == (input_grad if name == "x" else name in trains), name
-        assert grad is None or torch.equal(grad, everything[name]), name
-
-
 def test_gated_activations_double_fc1() -> None:
     for activation in NAMES:
         layer = LayerNormMLP(8, 12, activation=activation)
@@ -223,16 +142,3 @@ def test_initial_values() -> None:
         "fc2_weight",
         "layer_norm_weight",
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"activation": "tanh"}, ValueError, "tanh.*swiglu"),
-        ({"normalization": "BatchNorm"}, ValueError, "BatchNorm"),
-        ({"tp_size": 0}, ValueError, "tp_size is 0"),
-    ],
-)
-def test_options_that_do_not_fit(options: Any, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        LayerNormMLP(32, 48, **options)

@@ -10,18 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Format, autocast
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, autocast
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.support import plain_layers as plain
+from tests.support.assertions import assert_equal
+from tests.support.fp8_layers import RECIPES
 from tests.support.plain_layers import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-RECIPES = {
-    "high": None,
-    "delayed": DelayedScaling(),
-    "current": CurrentScaling(),
-    "block": BlockScaling(),
-}
+LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 FP8_ERROR = {torch.float8_e4m3fn: 0.04, torch.float8_e5m2: 0.08}
 """Relative error of one cast of normal numbers: 3 and 2 bits of mantissa."""
 
@@ -35,12 +32,7 @@ FP8_ERROR = {torch.float8_e4m3fn: 0.04, torch.float8_e5m2: 0.08}
 def test_against_float64(dtype: torch.dtype, bias: bool, shape: tuple[int, ...]) -> None:
     layer = trained(Linear(19, 7, bias=bias, params_dtype=dtype))
     assert layer.weight.dtype == dtype
-    plain.same_gradients(
-        lambda x, *_: layer(x),
-        F.linear,
-        [plain.leaf(*shape, dtype=dtype), *layer.parameters()],
-        plain.EPS[dtype],
-    )
+    plain.check_layer(layer, plain.leaf(*shape, dtype=dtype), plain.EPS[dtype])
 
 
 @DTYPES
@@ -54,8 +46,7 @@ def test_bits_of_nn_linear(dtype: torch.dtype) -> None:
         out = layer(y)
         out.backward(dy)
         grads.append((out, y.grad, layer.weight.grad))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*grads)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -81,7 +72,7 @@ def test_return_bias(bias: bool, recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@LAYERS
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
 def test_fp32_parameters_under_torchs_autocast(dtype: torch.dtype, layer_type: type, recipe: Any) -> None:
     """Results are in the region's dtype; weight gradients are FP32 without a detour through it."""
@@ -109,8 +100,8 @@ def test_the_result_of_the_region_is_that_of_the_dtype() -> None:
     assert torch.equal(out, F.linear(x.bfloat16(), weight, bias))
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@RECIPES
+@LAYERS
 def test_no_tokens(layer_type: type, recipe: Any) -> None:
     layer = layer_type(32, 32)
     x = torch.randn(4, 0, 32).requires_grad_()
@@ -123,7 +114,7 @@ def test_no_tokens(layer_type: type, recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, "two_pass"])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@RECIPES
 def test_no_tokens_add_nothing_to_main_grad(fused: Any, recipe: Any) -> None:
     layer = Linear(32, 32, fuse_wgrad_accumulation=fused)
     for first, start, expected in ((None, 3.0, 3.0), (True, torch.nan, 0.0)):
@@ -134,8 +125,8 @@ def test_no_tokens_add_nothing_to_main_grad(fused: Any, recipe: Any) -> None:
         assert (layer.weight.main_grad == expected).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@RECIPES
+@LAYERS
 def test_strides_do_not_matter(layer_type: type, recipe: Any) -> None:
     """This holds for the input, the gradient, and the weight."""
     torch.manual_seed(0)
@@ -155,11 +146,10 @@ def test_strides_do_not_matter(layer_type: type, recipe: Any) -> None:
         dy = grad[: out.shape[1]].t()
         out.backward(dy.contiguous() if contiguous else dy)
         results.append([out, x.grad, *(p.grad for p in layer.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@LAYERS
 def test_an_expanded_gradient(layer_type: type) -> None:
     layer, x = layer_type(32, 48), torch.randn(16, 32).requires_grad_()
     for recipe in (None, DelayedScaling()):
@@ -221,8 +211,7 @@ def test_delayed_scaling_is_current_scaling_on_data_like_before(
                 out = layer(y)
             out.backward(dy)
         results.append((out, y.grad, layer.weight.grad, layer.bias.grad))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("fp8_format", Format)
@@ -285,8 +274,7 @@ def test_split_parameters_are_one_product(names: Any, bias: bool) -> None:
                 out = each(x)
             out.backward(torch.randn_like(out))
             grads.append((out, x.grad))
-        for a, b in zip(*grads, strict=True):
-            assert torch.equal(a, b)
+        assert_equal(*grads)
         assert torch.equal(torch.cat([weight.grad for weight in weights]), whole.weight.grad)
 
 
@@ -300,21 +288,8 @@ def test_initial_values() -> None:
     assert Linear(8, 8, params_dtype=torch.bfloat16).weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP, Embedding])
-def test_parameters_on_the_meta_device_are_initialised_later(layer_type: type) -> None:
-    torch.manual_seed(0)
-    now = layer_type(32, 48)
-    later = layer_type(32, 48, device="meta")
-    assert all(p.is_meta for p in later.parameters())
-    later.to_empty(device="cpu")
-    torch.manual_seed(0)
-    later.reset_parameters()
-    for a, b in zip(now.parameters(), later.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@LAYERS
 def test_dtypes_that_do_not_fit(layer_type: type, recipe: Any) -> None:
     name = layer_type.__name__
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -330,8 +305,8 @@ def test_dtypes_that_do_not_fit(layer_type: type, recipe: Any) -> None:
             layer_type(32, 48)(torch.randn(()))
 
 
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@LAYERS
+@RECIPES
 def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
     """It would be silently wrong: GEMMs save detached and rounded operands."""
     layer, x = layer_type(32, 48), torch.randn(16, 32).requires_grad_()
@@ -340,22 +315,6 @@ def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
     (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"parallel_mode": "diagonal"}, ValueError, "parallel_mode"),
-        ({"tp_size": -1}, ValueError, "tp_size is -1"),
-        ({"parameters_split": {"q": 16, "k": 16}}, ValueError, "48"),
-        ({"parameters_split": ["a", "b", "c", "d", "e"]}, ValueError, "48"),
-        ({"parameters_split": []}, ValueError, "parameters_split"),
-    ],
-)
-@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear])
-def test_options_that_do_not_fit(layer_type: type, options: Any, error: type, message: str) -> None:
-    with pytest.raises(error, match=rf"{layer_type.__name__}.*{message}"):
-        layer_type(32, 48, **options)
 
 
 @pytest.mark.parametrize("value", [1, 0, np.True_, torch.tensor(True)])

@@ -9,53 +9,41 @@ from torch import Tensor, nn
 from flatfsdp.layers.attention.multihead import MultiheadAttention
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from tests.support import plain_layers as plain
-from tests.support.plain_attention import expected_output, trained
+from tests.support.assertions import saved_by
+from tests.support.plain_attention import check_sequences, expected_output, trained
 
 SEQ, BATCH, HIDDEN, HEADS = 7, 2, 32, 4
 BOUND = 5e-6
 
 
 def against_plain(layer: MultiheadAttention, seen: Tensor | None, expected: Any, **arguments: Any) -> None:
-    """Compares results and gradients of input and parameters."""
-    x = plain.leaf(BATCH, SEQ, HIDDEN)
-    doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
-    is_sbhd = layer.core_attention.qkv_format == "sbhd"
-    out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
-    reference = expected(layer, doubles["x"], doubles, seen)
-    assert plain.error(out, reference) < BOUND
-    dy = torch.randn_like(out)
-    out.backward(dy)
-    reference.backward(dy.double())
-    for name, tensor in (("x", x), *layer.named_parameters()):
-        assert tensor.grad is not None and doubles[name].grad is not None
-        assert plain.error(tensor.grad, doubles[name].grad) < BOUND, name
+    check_sequences(
+        layer,
+        layer.core_attention.qkv_format,
+        lambda x, state: expected(layer, x, state, seen),
+        (BATCH, SEQ, HIDDEN),
+        BOUND,
+        **arguments,
+    )
+
+
+def attention(**options: Any) -> MultiheadAttention:
+    return MultiheadAttention(HIDDEN, HEADS, **{"attention_dropout": 0.0, **options})
 
 
 TRIANGLE = plain.window(SEQ, SEQ, -1, 0)
-LAYOUTS = pytest.mark.parametrize(
-    "layout",
-    [
-        {"fuse_qkv_params": True},
-        {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
-        {"fuse_qkv_params": False},
-    ],
-    ids=["interleaved", "fused", "split"],
-)
+LAYOUTS = {
+    "interleaved": {"fuse_qkv_params": True},
+    "fused": {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+    "split": {"fuse_qkv_params": False},
+}
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 def test_layouts_against_float64(layout: dict[str, bool], groups: int, qkv_format: str) -> None:
-    layer = MultiheadAttention(
-        HIDDEN,
-        HEADS,
-        attention_dropout=0.0,
-        num_gqa_groups=groups,
-        input_layernorm=groups == 2,
-        qkv_format=qkv_format,
-        **layout,
-    )
+    layer = attention(num_gqa_groups=groups, input_layernorm=groups == 2, qkv_format=qkv_format, **layout)
     against_plain(trained(layer), TRIANGLE, expected_output)
 
 
@@ -63,10 +51,7 @@ def test_layouts_against_float64(layout: dict[str, bool], groups: int, qkv_forma
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_and_norms_against_float64(qk_norm: str | None, before: bool, interleaved: bool) -> None:
-    layer = MultiheadAttention(
-        HIDDEN,
-        HEADS,
-        attention_dropout=0.0,
+    layer = attention(
         num_gqa_groups=2,
         fuse_qkv_params=True,
         qk_norm_type=qk_norm,
@@ -85,14 +70,10 @@ def test_rope_and_norms_against_float64(qk_norm: str | None, before: bool, inter
 
 
 def test_tables_may_come_from_outside() -> None:
-    options: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "bshd"}
-    own = trained(MultiheadAttention(HIDDEN, HEADS, rotary_base=500.0, **options))
-    other = MultiheadAttention(HIDDEN, HEADS, **options)
+    own = trained(attention(rotary_base=500.0, qkv_format="bshd"))
+    other = attention(qkv_format="bshd")
     other.load_state_dict(own.state_dict())
-    x, tables = (
-        torch.randn(BATCH, SEQ, HIDDEN),
-        RotaryPositionEmbedding(HIDDEN // HEADS, rotary_base=500.0)(SEQ),
-    )
+    x, tables = torch.randn(BATCH, SEQ, HIDDEN), RotaryPositionEmbedding(8, rotary_base=500.0)(SEQ)
     assert torch.equal(own(x), other(x, rotary_pos_emb=tables))
     assert torch.equal(own(x), other(x, rotary_pos_emb=(tables.cos, tables.sin)))
     assert not torch.allclose(own(x), other(x))
@@ -108,14 +89,7 @@ def test_tables_may_come_from_outside() -> None:
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 def test_it_equals_torchs(mask_type: str) -> None:
     theirs = nn.MultiheadAttention(HIDDEN, HEADS, dtype=torch.float64)
-    ours = MultiheadAttention(
-        HIDDEN,
-        HEADS,
-        attention_dropout=0.0,
-        attn_mask_type=mask_type,
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
-    )
+    ours = attention(attn_mask_type=mask_type, fuse_qkv_params=True, qkv_weight_interleaved=False)
     ours.load_state_dict(
         {
             "qkv.weight": theirs.in_proj_weight,
@@ -131,7 +105,7 @@ def test_it_equals_torchs(mask_type: str) -> None:
 
 
 def test_masks_and_windows_are_passed_on() -> None:
-    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, attn_mask_type="padding"))
+    layer = trained(attention(attn_mask_type="padding"))
     mask = torch.zeros(BATCH, 1, 1, SEQ, dtype=torch.bool)
     mask[0, ..., 4:] = True
     seen = ~mask & plain.window(SEQ, SEQ, 2, 0)
@@ -141,16 +115,7 @@ def test_masks_and_windows_are_passed_on() -> None:
 
 def test_what_is_returned() -> None:
     x = torch.randn(SEQ, BATCH, HIDDEN)
-    layer = trained(
-        MultiheadAttention(
-            HIDDEN,
-            HEADS,
-            attention_dropout=0.0,
-            return_bias=True,
-            return_layernorm_output=True,
-            input_layernorm=True,
-        )
-    )
+    layer = trained(attention(return_bias=True, return_layernorm_output=True, input_layernorm=True))
     out, bias, normed, residual = layer(x, return_residual=True)
     assert len(layer(x)) == 3
     assert torch.equal(bias, layer.proj.bias) and torch.equal(residual, x)
@@ -159,12 +124,11 @@ def test_what_is_returned() -> None:
     layer.proj.return_bias = layer.return_bias = False
     layer.return_layernorm_output = layer.layernorm_qkv.return_layernorm_output = False
     assert torch.allclose(layer(x), out + bias, atol=1e-6)
-    without_norm = MultiheadAttention(HIDDEN, HEADS)
-    assert without_norm(x, return_residual=True)[1] is x
+    assert attention()(x, return_residual=True)[1] is x
 
 
 def test_checkpointed_attention_is_the_same() -> None:
-    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.3, rotary_base=100.0))
+    layer = trained(attention(attention_dropout=0.3, rotary_base=100.0))
     x = plain.leaf(SEQ, BATCH, HIDDEN)
     results = []
     for checkpoint in (False, True):
@@ -175,7 +139,7 @@ def test_checkpointed_attention_is_the_same() -> None:
 
 
 def test_no_tokens_and_strided_input() -> None:
-    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, rotary_base=100.0))
+    layer = trained(attention(rotary_base=100.0))
     for shape in ((0, BATCH), (SEQ, 0)):
         x = plain.leaf(*shape, HIDDEN)
         layer(x).sum().backward()
@@ -186,9 +150,7 @@ def test_no_tokens_and_strided_input() -> None:
 
 
 def test_names_are_transformer_engines() -> None:
-    fused = MultiheadAttention(
-        HIDDEN, HEADS, fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm", bias=False
-    )
+    fused = attention(fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm", bias=False)
     assert {*fused.state_dict()} == {
         "layernorm_qkv.layer_norm_weight",
         "layernorm_qkv.layer_norm_bias",
@@ -197,7 +159,7 @@ def test_names_are_transformer_engines() -> None:
         "k_norm.weight",
         "proj.weight",
     }
-    split = MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=2, bias=False)
+    split = attention(num_gqa_groups=2, bias=False)
     assert {name: tuple(tensor.shape) for name, tensor in split.state_dict().items()} == {
         "qkv.query_weight": (HIDDEN, HIDDEN),
         "qkv.key_weight": (HIDDEN // 2, HIDDEN),
@@ -206,43 +168,12 @@ def test_names_are_transformer_engines() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
-        ({"attention_type": "cross"}, "attention_type is 'cross'"),
-        ({"return_layernorm_output": True}, "needs input_layernorm=True"),
-        ({"num_attention_heads": 5}, "hidden_size is 32, which 5 heads cannot share"),
-        ({"qk_norm_type": "BatchNorm"}, "qk_norm_type is 'BatchNorm'"),
-    ],
-)
-def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MultiheadAttention(**{"hidden_size": HIDDEN, "num_attention_heads": HEADS, **arguments})
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_with_rope_nothing_saved_keeps_the_pack_projection(interleaved: bool) -> None:
     """Its queries and keys would be kept twice, before and after the rotation."""
-    heads, groups, dim = 4, 2, 8
-    layer = MultiheadAttention(
-        heads * dim,
-        heads,
-        num_gqa_groups=groups,
-        attention_dropout=0.0,
-        fuse_qkv_params=True,
-        rotary_base=1e4,
-        qkv_weight_interleaved=interleaved,
+    layer = attention(
+        num_gqa_groups=2, fuse_qkv_params=True, rotary_base=1e4, qkv_weight_interleaved=interleaved
     )
-    x = torch.randn(6, 2, heads * dim, requires_grad=True)
-    kept: dict[int, int] = {}
-
-    def note(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
-        layer(x).sum().backward()
-    pack = 4 * x.shape[0] * x.shape[1] * (heads + 2 * groups) * dim
-    assert pack not in kept.values()
+    _, kept = saved_by(layer, plain.leaf(6, 2, HIDDEN))
+    pack = 4 * 6 * 2 * (2 * HIDDEN)
+    assert pack not in [tensor.untyped_storage().nbytes() for tensor in kept]

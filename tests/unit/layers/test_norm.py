@@ -88,16 +88,6 @@ def test_several_dimensions_are_normalized_together(kind: type) -> None:
 
 
 @BOTH
-def test_meta_parameters_are_initialised_later(kind: type) -> None:
-    layer = kind(16, zero_centered_gamma=True, device="meta")
-    assert all(parameter.is_meta for parameter in layer.parameters())
-    layer.to_empty(device="cpu")
-    layer.reset_parameters()
-    x = torch.randn(4, 16)
-    assert torch.equal(layer(x), kind(16)(x))
-
-
-@BOTH
 def test_frozen_parameters_get_no_gradient(kind: type) -> None:
     layer, x = kind(16).requires_grad_(False), plain.leaf(4, 16)
     layer(x).sum().backward()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.support import plain_layers as plain
+from tests.support.assertions import assert_equal
 
 SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
 
@@ -26,12 +29,24 @@ def parts(mixed: Tensor, heads: int, groups: int, dim: int, interleaved: bool) -
 
 @SHAPES
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_forward_and_backward_against_single_heads(heads: int, groups: int, interleaved: bool) -> None:
-    mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8)
-    ours = split_qkv(mixed, HeadsOf(heads, groups, 8, interleaved))
-    expected = parts(mixed, heads, groups, 8, interleaved)
-    for got, wanted in zip(ours, expected, strict=True):
-        assert torch.equal(got, wanted)
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("neighbours", [None, False, True], ids=["no rope", "halves", "neighbours"])
+def test_splits_and_rotates_at_once(
+    heads: int, groups: int, interleaved: bool, batch_first: bool, neighbours: bool | None
+) -> None:
+    """Results and gradients are those of single heads, each rotated by itself."""
+    dtype = torch.float32 if neighbours is None else torch.bfloat16
+    mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8, dtype=dtype)
+    of, tables = HeadsOf(heads, groups, 8, interleaved), RotaryPositionEmbedding(6)(8)[:2]
+    query, key, value = parts(mixed, heads, groups, 8, interleaved)
+    if neighbours is None:
+        ours = split_qkv(mixed, of)
+    else:
+        turned = partial(apply_rotary, cos=tables[0], sin=tables[1], batch_first=batch_first)
+        query, key = (turned(x, interleaved=neighbours) for x in (query, key))
+        ours = split_qkv(mixed, of, tables, batch_first=batch_first, neighbours=neighbours)
+    expected = query, key, value
+    assert_equal(ours, expected)
     grads = [torch.randn_like(part) for part in expected]
     (got,) = torch.autograd.grad(ours, mixed, grads)
     (wanted,) = torch.autograd.grad(expected, mixed, grads)
@@ -57,36 +72,6 @@ def test_a_part_without_a_gradient_counts_as_zero() -> None:
     assert torch.equal(mixed.grad[..., :16], torch.zeros(2, 2, 16))
 
 
-def test_a_wrong_size_is_named() -> None:
-    with pytest.raises(ValueError, match="has 64 of them, not 63"):
-        split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True))
-
-
-@SHAPES
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("neighbours", [False, True])
-def test_splits_and_rotates_at_once(
-    heads: int, groups: int, interleaved: bool, batch_first: bool, neighbours: bool
-) -> None:
-    mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8).bfloat16().detach().requires_grad_()
-    cos, sin, _ = RotaryPositionEmbedding(6)(8)
-    split = split_qkv(mixed, HeadsOf(heads, groups, 8, interleaved))
-    query, key = (
-        apply_rotary(x, cos, sin, batch_first=batch_first, interleaved=neighbours)
-        for x in (split.query, split.key)
-    )
-    expected = query, key, split.value
-    of = HeadsOf(heads, groups, 8, interleaved)
-    ours = split_qkv(mixed, of, (cos, sin), batch_first=batch_first, neighbours=neighbours)
-    grads = [torch.randn_like(part) for part in expected]
-    for got, wanted in zip(ours, expected, strict=True):
-        assert torch.equal(got, wanted) and got.shape == wanted.shape
-    (got,) = torch.autograd.grad(ours, mixed, grads)
-    (wanted,) = torch.autograd.grad(expected, mixed, grads)
-    assert torch.equal(got, wanted) and got.is_contiguous()
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> None:
     mixed = plain.leaf(5, 3, 4 * 8)
@@ -95,9 +80,10 @@ def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> N
         assert part.untyped_storage().data_ptr() != mixed.untyped_storage().data_ptr()
 
 
-def test_a_wrong_size_is_named_with_rope() -> None:
+def test_a_wrong_size_is_named() -> None:
     tables = RotaryPositionEmbedding(8)(4)
-    with pytest.raises(ValueError, match="has 64 of them, not 63"):
-        split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True), tables)
+    for given in (None, tables):
+        with pytest.raises(ValueError, match="has 64 of them, not 63"):
+            split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True), given)
     with pytest.raises(ValueError, match="x needs at least 5 rows"):
         split_qkv(torch.randn(5, 2, 64), HeadsOf(4, 2, 8, False), tables)

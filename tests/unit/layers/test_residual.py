@@ -10,25 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from tests.support import plain_layers as plain
+from tests.support.assertions import assert_equal
+from tests.support.fp8_layers import RECIPES
+from tests.support.plain_layers import trained
 
 LAYERS = pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
-RECIPES = pytest.mark.parametrize(
-    "recipe",
-    [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
-    ids=["high", "delayed", "current", "block"],
-)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SEQ, BATCH, HIDDEN, FFN, HEADS = 8, 2, 32, 48, 4
-
-
-def trained(layer: Any) -> Any:
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0, 1 / 4)
-    return layer
 
 
 @RECIPES
@@ -43,36 +34,42 @@ def trained(layer: Any) -> Any:
 def test_results_and_gradients_have_the_bits_of_an_addition_before_the_layer(
     normalization: str, make: Any, recipe: Any, used: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The norm sees the rounded sum; both addends get the same gradient."""
+    """The norm sees the rounded sum; both addends get the same gradient, and those of two steps add up."""
+    options = {"normalization": normalization, "return_layernorm_output": True, "params_dtype": dtype}
     results = []
     for inside in (True, False):
         torch.manual_seed(0)
-        layer = trained(
-            make(32, 48, normalization=normalization, return_layernorm_output=True, params_dtype=dtype)
-        )
+        layer = trained(make(32, 48, **options), 1 / 4)
         x, residual = (plain.leaf(2, 16, 32, dtype=dtype) for _ in range(2))
-        with autocast(enabled=recipe is not None, recipe=recipe):
-            if inside:
-                outs = layer(x, residual=residual, return_residual=True)
-            else:
-                outs = layer(x + residual, return_residual=True)
-        sum((outs[i].float().sin().sum() for i in used), torch.zeros(())).backward()
+        for _ in range(2):
+            with autocast(enabled=recipe is not None, recipe=recipe):
+                if inside:
+                    outs = layer(x, residual=residual, return_residual=True)
+                else:
+                    outs = layer(x + residual, return_residual=True)
+            sum((outs[i].float().sin().sum() for i in used), torch.zeros(())).backward()
         grads = [t.grad for t in (x, residual, *layer.parameters())]
         results.append([*outs, *grads, *layer.buffers()])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+    assert_equal(*results)
 
 
 @LAYERS
-@pytest.mark.parametrize("trains", [(True, False), (False, True)])
-def test_one_addend_alone_may_need_a_gradient(layer_type: type, trains: tuple[bool, bool]) -> None:
-    layer = layer_type(32, 48).requires_grad_(False)
-    x, residual = (torch.randn(16, 32).requires_grad_(needed) for needed in trains)
+@DTYPES
+@pytest.mark.parametrize("layer_trains", [False, True])
+@pytest.mark.parametrize("trains", [(True, False), (False, True), (False, False)])
+def test_one_addend_alone_may_need_a_gradient(
+    layer_type: type, dtype: torch.dtype, layer_trains: bool, trains: tuple[bool, bool]
+) -> None:
+    layer = layer_type(32, 48, params_dtype=dtype).requires_grad_(layer_trains)
+    x, residual = (torch.randn(16, 32).to(dtype).requires_grad_(needed) for needed in trains)
     summed = (x + residual).detach().requires_grad_()
-    dy = torch.randn_like(layer(x))
-    layer(x, residual=residual).backward(dy)
-    layer(summed).backward(dy)
+    found = []
+    for out in (layer(x, residual=residual), layer(summed)):
+        layer.zero_grad()
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        found.append([parameter.grad for parameter in layer.parameters()])
+    assert_equal(*found)
     for tensor, needed in zip((x, residual), trains, strict=True):
         assert (tensor.grad is not None) == needed
         assert not needed or torch.equal(tensor.grad, summed.grad)
@@ -124,7 +121,7 @@ def test_shapes_have_to_be_the_same(layer_type: type) -> None:
 
 def make(**options: Any) -> Any:
     defaults = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return trained(TransformerLayer(HIDDEN, FFN, HEADS, **{**defaults, **options}))
+    return trained(TransformerLayer(HIDDEN, FFN, HEADS, **{**defaults, **options}), 1 / 4)
 
 
 def with_separate_additions(layer: Any, x: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ def test_without_dropout_the_second_norm_adds(options: dict[str, Any], dtype: to
     for run in (layer, partial(with_separate_additions, layer)):
         out = run(x)
         results.append([out, *torch.autograd.grad(out, [x, *layer.parameters()], dy)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_equal(*results)
     with mock.patch.object(layer, "_add", wraps=layer._add) as separate:
         layer(x)
     assert separate.call_count == 1, "after the perceptron only"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flatfsdp import fp8, layers
+from tests.support.assertions import assert_raises
 
 NO_OVERLAP = dict.fromkeys(
     ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"], False
@@ -126,10 +127,8 @@ def test_a_call_takes_what_changes_nothing(layer: str) -> None:
 def test_a_call_refuses_what_would_change_something(layer: str, name: str, value: Any, message: str) -> None:
     sizes, inputs = CALLS[layer]
     made = getattr(te, layer)(*sizes)
-    with pytest.raises(ValueError, match=rf"^{layer}\.forward: .*{message}"):
-        made(*inputs, **{name: value})
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}s'"):
-        made(*inputs, **{f"{name}s": None})
+    assert_raises(ValueError, rf"^{layer}\.forward: .*{message}", made, *inputs, **{name: value})
+    assert_raises(TypeError, f"unexpected keyword argument '{name}s'", made, *inputs, **{f"{name}s": None})
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -145,71 +144,31 @@ def test_a_call_names_our_word(name: str) -> None:
 def test_a_recipe_names_our_word(recipe: str) -> None:
     with pytest.raises(TypeError, match=rf"^{recipe} has no fp8_dpa=: leave it out: attention is"):
         getattr(fp8, recipe)(fp8_dpa=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'fp8_dp'"):
-        getattr(fp8, recipe)(fp8_dp=True)
+    assert_raises(TypeError, "unexpected keyword argument 'fp8_dp'", getattr(fp8, recipe), fp8_dp=True)
 
 
 def test_python_says_what_is_wrong_with_the_call() -> None:
-    with pytest.raises(TypeError, match="multiple values for argument 'in_features'"):
-        te.Linear(32, 32, in_features=32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
-        te.Linear(32, 32, biass=True)
-    with pytest.raises(TypeError, match="takes at most 15 positional arguments, not 16"):
-        te.Linear(*range(16))
+    assert_raises(TypeError, "multiple values for argument 'in_features'", te.Linear, 32, 32, in_features=32)
+    assert_raises(TypeError, "unexpected keyword argument 'biass'", te.Linear, 32, 32, biass=True)
+    assert_raises(TypeError, "takes at most 15 positional arguments, not 16", te.Linear, *range(16))
 
 
 def test_layers_as_megatron_core_constructs_them() -> None:
     """The keyword arguments are those of its wrappers, without tensor parallelism."""
-    shared: dict[str, Any] = {
-        "sequence_parallel": False,
-        "fuse_wgrad_accumulation": False,
-        "tp_group": None,
-        "tp_size": 1,
-        "get_rng_state_tracker": None,
-        "init_method": fill,
-        "bias": False,
-        "return_bias": False,
-        "params_dtype": torch.float32,
-        "device": "cpu",
-        "delay_wgrad_compute": False,
-        "ub_name": "qkv",
-        **NO_OVERLAP,
-    }
-    linear = te.Linear(
-        in_features=32, out_features=64, parallel_mode="column", rng_tracker_name=None, **shared
-    )
-    fused = te.LayerNormLinear(
-        in_features=32,
-        out_features=64,
-        eps=1e-5,
-        normalization="RMSNorm",
-        parallel_mode="column",
-        return_layernorm_output=False,
-        zero_centered_gamma=False,
-        **shared,
-    )
-    attention = te.DotProductAttention(
-        num_attention_heads=4,
-        kv_channels=8,
-        num_gqa_groups=2,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal",
-        window_size=None,
-        sequence_parallel=False,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        tp_group=None,
-        layer_number=1,
-        attention_type="self",
-        cp_group=None,
-        cp_global_ranks=None,
-        cp_stream=None,
-        cp_comm_type="p2p",
-        softmax_scale=None,
-        softmax_type="vanilla",
-    )
-    norm = te.RMSNorm(hidden_size=32, eps=1e-5, sequence_parallel=False, zero_centered_gamma=False)
+    alone: dict[str, Any] = {"sequence_parallel": False, "tp_size": 1}
+    alone |= dict.fromkeys(("tp_group", "get_rng_state_tracker"))
+    shared = {**alone, "in_features": 32, "out_features": 64, "parallel_mode": "column", "init_method": fill}
+    shared |= dict.fromkeys(("fuse_wgrad_accumulation", "bias", "return_bias", "delay_wgrad_compute"), False)
+    shared |= {"params_dtype": torch.float32, "device": "cpu", "ub_name": "qkv", **NO_OVERLAP}
+    linear = te.Linear(rng_tracker_name=None, **shared)
+    normed = {"eps": 1e-5, "zero_centered_gamma": False}
+    fused = te.LayerNormLinear(normalization="RMSNorm", return_layernorm_output=False, **normed, **shared)
+    sizes = {"num_attention_heads": 4, "kv_channels": 8, "num_gqa_groups": 2, "layer_number": 1}
+    kinds = {"qkv_format": "sbhd", "attn_mask_type": "causal", "attention_type": "self"}
+    kinds |= {"cp_comm_type": "p2p", "softmax_type": "vanilla"}
+    absent = dict.fromkeys(("window_size", "cp_group", "cp_global_ranks", "cp_stream", "softmax_scale"))
+    attention = te.DotProductAttention(attention_dropout=0.0, **sizes, **kinds, **absent, **alone)
+    norm = te.RMSNorm(hidden_size=32, sequence_parallel=False, **normed)
     x = norm(torch.randn(6, 2, 32))
     q, k, v = linear(x).view(6, 2, 8, 8).split([4, 2, 2], dim=2)
     assert attention(q, k, v).shape == (6, 2, 32) and fused(x).shape == (6, 2, 64)

@@ -13,7 +13,7 @@ from flatfsdp.fp8.recompute import checkpoint
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.transformer import TransformerLayer
 from tests.support import plain_layers as plain
-from tests.support.plain_attention import expected_output, trained
+from tests.support.plain_attention import check_sequences, expected_output, trained
 
 SEQ, BATCH, HIDDEN, FFN, HEADS = 8, 2, 32, 48, 4
 BOUND = 1e-5
@@ -68,19 +68,14 @@ def make(**options: Any) -> TransformerLayer:
 
 def against_plain(layer: TransformerLayer, arguments: dict[str, Any], *args: Any, **expected: Any) -> None:
     dtype = next(layer.parameters()).dtype
-    bound = BOUND if dtype == torch.float32 else 2 * plain.EPS[dtype]
-    x = plain.leaf(BATCH, SEQ, HIDDEN, dtype=dtype)
-    doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
-    is_sbhd = layer.self_attention.core_attention.qkv_format == "sbhd"
-    out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
-    reference = expected_layer(doubles["x"], doubles, layer, *args, **expected)
-    assert out.dtype == dtype and plain.error(out, reference) < bound
-    dy = torch.randn_like(out)
-    out.backward(dy)
-    reference.backward(dy.double())
-    for name, tensor in (("x", x), *layer.named_parameters()):
-        assert tensor.grad is not None
-        assert plain.error(tensor.grad, doubles[name].grad) < bound, name
+    check_sequences(
+        layer,
+        layer.self_attention.core_attention.qkv_format,
+        lambda x, state: expected_layer(x, state, layer, *args, **expected),
+        (BATCH, SEQ, HIDDEN),
+        BOUND if dtype == torch.float32 else 2 * plain.EPS[dtype],
+        **arguments,
+    )
 
 
 GPT: dict[str, Any] = {"fuse_qkv_params": True}
@@ -227,16 +222,6 @@ def test_fp8_products() -> None:
         out.sum().backward()
 
 
-def test_meta_layers_are_initialised_later() -> None:
-    layer = TransformerLayer(HIDDEN, FFN, HEADS, device="meta", output_layernorm=True, qk_norm_type="RMSNorm")
-    assert all(parameter.is_meta for parameter in layer.parameters())
-    layer.to_empty(device="cpu")
-    for module in layer.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    assert layer(torch.randn(SEQ, BATCH, HIDDEN)).isfinite().all()
-
-
 def test_no_tokens_and_strided_input() -> None:
     for options in ({}, {"hidden_dropout": 0.1}):
         layer = make(**options)
@@ -284,20 +269,3 @@ def test_initial_values() -> None:
         last = name.endswith(("proj.weight", "fc2_weight"))
         expected = 0.0 if parameter.dim() == 1 else 3.0 if last else 2.0
         assert torch.equal(parameter, torch.full_like(parameter, expected)), name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"layer_type": "decoder"}, "layer_type is 'decoder'"),
-        ({"drop_path_rate": 0.1}, r"drop_path_rate is 0\.1"),
-        ({"hidden_dropout": 1.0}, r"hidden_dropout is 1\.0"),
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp goes neither"),
-        ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
-        ({"attn_input_format": "thd"}, "qkv_format is 'thd'"),
-        ({"tp_size": 3, "set_parallel_mode": True}, "which 3 tensor-parallel ranks"),
-    ],
-)
-def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TransformerLayer(HIDDEN, FFN, HEADS, **arguments)

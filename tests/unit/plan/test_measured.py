@@ -7,9 +7,8 @@ long.  Tests leave room for new measurements.
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from statistics import fmean, median
@@ -29,7 +28,6 @@ from flatfsdp.plan.parts import Part, layouts_of, parts_of
 from flatfsdp.plan.time import RankTime, TimePlan, step_of
 from flatfsdp.profiling.timeline import load_spans, overlap_of
 from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
-from tests.support.programs import ROOT
 from tests.support.published import PAGES, RESULTS, results, rows
 
 H200 = Machine()
@@ -83,11 +81,10 @@ NAMES = [row["name"] for row in results("plan-1b-2.json")["rows"]]
 
 
 @pytest.fixture
-def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Job]:
+def layouts(benchmarks: Callable[[str], Any]) -> dict[str, Job]:
     """The layouts that `benchmarks/plan.py` measures, by name."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     found = results("plan-1b-2.json")
-    return dict(importlib.import_module("plan").jobs(LlamaConfig(**found["model"]), found["ranks"]))
+    return dict(benchmarks("plan").jobs(LlamaConfig(**found["model"]), found["ranks"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
