@@ -33,7 +33,6 @@ _IS_TRAINING = itemgetter("training")
 _KNOWN = itemgetter("known")
 _GRAD_OF = attrgetter("grad")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ASKS_FOR_GRADS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 T = TypeVar("T")
 
@@ -211,5 +210,5 @@ def _may_be_recorded(hook: Any) -> bool:
     """Whether a hook launches nothing and has no other effect, so that a replay is right without it."""
     # For gradient checkpointing, transformers and PEFT have one that calls `requires_grad_` of embeddings.
     name, package = getattr(hook, "__name__", ""), (getattr(hook, "__module__", None) or "").partition(".")[0]
-    asks_for_grads = package in ("transformers", "peft") and name in _ASKS_FOR_GRADS
+    asks_for_grads = package in ("transformers", "peft") and name.startswith("make_inputs_require_grad")
     return is_cast(hook) or asks_for_grads

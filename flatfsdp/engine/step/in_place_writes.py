@@ -72,8 +72,7 @@ class WriteCheck:
         for group, taken, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
             if before != after or taken:
                 prefix, slots = group.unit.prefix, group.layout.slots
-                written = [i in taken or before[i] != after[i] for i in range(len(slots))]
-                names = [prefix + slot.name for slot, is_one in zip(slots, written, strict=True) if is_one]
+                names = [prefix + s.name for i, s in enumerate(slots) if i in taken or before[i] != after[i]]
                 # Views of one tensor count together, and of these a table with `max_norm` has written.
                 sites = [site for sites in group.binding.sites for site in sites]
                 renormed = (site for site in sites if getattr(site.module, "max_norm", None) is not None)

@@ -26,14 +26,14 @@ class Forward:
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         self.units: list[Unit] = []
-        self.trained = {group for unit in units for group in unit.groups if group.trains}
+        self.trained = {group for unit in units for group in unit.trained}
 
     def record(self, unit: Unit) -> int:
         """Notes that `unit` runs now; returns its position."""
         if unit not in self.units:
             # The unit may have been frozen since the forward began.
             self.trained.difference_update(unit.groups)
-        self.trained.update(group for group in unit.groups if group.trains)
+        self.trained.update(unit.trained)
         self.units.append(unit)
         return len(self.units) - 1
 
@@ -53,10 +53,6 @@ class ForwardOrder:
     def start(self, units: Iterable[Unit]) -> None:
         """Begins a forward of the root, in which some of these units run."""
         self._previous, self.current = self.current, Forward(units)
-
-    def forget(self) -> None:
-        """Forgets a failed forward, which may differ between ranks: the next one gathers nothing ahead."""
-        self._previous, self.current = Forward(), Forward()
 
     def after(self, position: int) -> Iterator[Unit]:
         """Units to gather ahead in a forward: those that followed this position in the previous one."""

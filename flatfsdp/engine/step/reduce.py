@@ -172,9 +172,7 @@ class Reducer:
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
             return flat
-        # Memory with a fixed address, if there is some, and it is not in use.
-        kept = group.kept_grad and group.kept_grad.free_memory
-        dtype = group.unit.policy.precision.reduce
+        dtype, kept = group.unit.policy.precision.reduce, _kept(group)
         # Right into the memory that the optimizer will read, unless a backward around this one has reduced
         # into it already: a unit in a reentrant checkpoint may be reduced twice.
         is_first = group not in self._reduced and not any(group in each.reduced for each in self._in_flight)
@@ -249,7 +247,7 @@ class Reducer:
                 self._reduced[group].add_(grad)
                 self._shared.ledger.add("accumulate", 3 * grad.nbytes)
                 continue
-            kept = group.kept_grad and group.kept_grad.free_memory
+            kept = _kept(group)
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
             self._reduced[group] = grad
@@ -328,6 +326,11 @@ def _own_grid(group: FlatGroup) -> Grid:
     grid, is_partial = group.grid, group.layout.placement is Placement.PARTIAL
     tensor = grid.tensor.own_communicator() if is_partial else ALONE
     return Grid(grid.shard.own_communicator(), grid.replicate.own_communicator(), tensor)
+
+
+def _kept(group: FlatGroup) -> Tensor | None:
+    """Memory with a fixed address for the reduced gradient; None if there is none, or it is in use."""
+    return None if group.kept_grad is None else group.kept_grad.free_memory
 
 
 def _used(group: FlatGroup) -> Used:

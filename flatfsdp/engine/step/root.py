@@ -228,8 +228,8 @@ class Root:
         self.in_forward = False
         self.calls.clear()
         self.shared.scales.end_forward()
-        # Other ranks may not have run it.
-        self.order.forget()
+        # It may differ between ranks: the next one gathers nothing ahead.
+        self.order = ForwardOrder(self.unit.policy.prefetch)
         if torch.is_grad_enabled():
             self.abandon_step()
         else:

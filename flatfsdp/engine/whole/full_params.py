@@ -22,8 +22,7 @@ from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.options import Gathering
 
-_EVERYWHERE = Gathering()
-state_dict_gathering: ContextVar[Gathering] = ContextVar("flatfsdp_state_dicts", default=_EVERYWHERE)
+state_dict_gathering: ContextVar[Gathering] = ContextVar("flatfsdp_state_dict", default=Gathering())  # noqa: B039 - frozen
 """The ranks that get the parameters in a `state_dict()` that this thread calls now."""
 
 

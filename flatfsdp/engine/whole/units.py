@@ -84,8 +84,9 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     for unit, own in zip(units, settings, strict=True):
         for what, mine in settings[0].items():
             if own[what] != mine:
-                about = f"{own[what]!r}, not {mine!r}; pass the same to both"
-                raise ValueError(f"unit {unit.name} has another {what} than its root: {about}")
+                raise ValueError(
+                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}"
+                )
     return Root(units, number)
 
 

@@ -231,7 +231,7 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
         shard(parallelized, mesh=mesh["dp"], tp_group=tp_group)
     inner = shard(nn.Linear(2, 2), mesh=mesh["dp"])
     outer = shard(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
-    with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
+    with pytest.raises(ValueError, match="unit 0 needs the tp_group of its root"):
         outer(torch.zeros(1, 2))
 
 
