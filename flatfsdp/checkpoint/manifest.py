@@ -211,8 +211,10 @@ def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) 
         if not name.startswith(data_prefix(rank, save_id)):
             raise CheckpointError(f"{path} is not of this save ({save_id}); give each save a plan of its own")
         if not path.exists():
-            told = f"rank {rank} wrote {path}, which rank {COORDINATOR} does not see"
-            raise CheckpointError(f"{told}; save to storage that all ranks share")
+            raise CheckpointError(
+                f"rank {rank} wrote {path}, which rank {COORDINATOR} does not see; save to storage that all "
+                "ranks share"
+            )
         length = path.stat().st_size
         if length != digest.bytes:
             raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")

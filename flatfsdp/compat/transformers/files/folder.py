@@ -106,8 +106,9 @@ def stored_in(folder: Path) -> dict[str, Stored]:
     elif (folder / UNFINISHED).exists():
         raise ValueError(f"{folder} holds a save that did not end; save to it again")
     elif not folder.is_dir():
-        way_out = "download a model first: huggingface_hub.snapshot_download(name)"
-        raise FileNotFoundError(f"there is no folder {folder}; {way_out}")
+        raise FileNotFoundError(
+            f"there is no folder {folder}; download a model first: huggingface_hub.snapshot_download(name)"
+        )
     else:
         raise FileNotFoundError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
     found: dict[str, Stored] = {}
@@ -131,8 +132,10 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
         view = file.get_slice(key)
         dtype = _TORCH_DTYPES.get(view.get_dtype())
         if dtype is None:
-            told = f"{key} in {path} is {view.get_dtype()}: quantized weights are not loaded"
-            raise ValueError(f"{told}; convert the files to 16 bits first")
+            raise ValueError(
+                f"{key} in {path} is {view.get_dtype()}: quantized weights are not loaded; convert the files "
+                "to 16 bits first"
+            )
         found[key] = Stored(file, key, tuple(view.get_shape()), dtype)
     return found
 

@@ -64,8 +64,9 @@ def save_hf(
     folder = path_of_all_ranks(path, state.grid.dimensions, state.shared.device)
     with raising_together(state):
         if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            way_out = "models are saved in 16 bits or more, such as torch.bfloat16"
-            raise ValueError(f"save_hf: dtype is {dtype}; {way_out}")
+            raise ValueError(
+                f"save_hf: dtype is {dtype}; models are saved in 16 bits or more, such as torch.bfloat16"
+            )
         if hasattr(model, "peft_config"):
             raise ValueError(
                 "save_hf of a PEFT model would be without its adapters; model.save_pretrained(folder) saves "
