@@ -11,15 +11,19 @@ tensor-parallel rank; an amax_reduction_group with all these ranks, such as the 
 `save` and `load` use the sharded form: a save is complete or absent, and a load verifies every file and
 executes nothing.  Modules, in the order of a save, then of a load:
 
-    saving -> sharded -> writer -> digests, manifest, commit
-    loading -> opening -> reader, fit, verification
+    saving -> sharded -> writer -> digests, manifest
+    loading -> opening -> reader, fit
 
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from flatfsdp.checkpoint.full import full_state_dict, load_full_state_dict
-from flatfsdp.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from flatfsdp.checkpoint.full import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
 from flatfsdp.checkpoint.manager import CheckpointManager

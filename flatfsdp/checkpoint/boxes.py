@@ -55,7 +55,7 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 
 
 def boxes_of_part(
-    shape: Sequence[int], start: int, stop: int, partition: Partition, rank: int, count: int
+    shape: Sequence[int], start: int, stop: int, partition: Partition | None, rank: int, count: int
 ) -> Iterator[Box]:
     """Yields boxes of one rank's part of a split tensor, at their places in the whole tensor; see `boxes`.
 
@@ -63,10 +63,13 @@ def boxes_of_part(
         shape: shape of the part.
         start: first element of the run, in the part.
         stop: end of the run, in the part.
-        partition: split of the whole tensor over `count` ranks.
+        partition: split of the whole tensor over `count` ranks; None if each of them has all of it.
         rank: the rank that has the part.
         count: number of ranks.
     """
+    if partition is None:
+        yield from boxes(shape, start, stop)
+        return
     dim, cursor = partition.dim, 0
     runs = []
     for size, first in zip(partition.sizes, accumulate(partition.sizes, initial=0), strict=False):

@@ -2,7 +2,7 @@
 
 In:   the data that is written, piece by piece; or a file.
 Out:  the number of bytes, and their digest.
-Next: `manifest.py` stores digests; `verification.py` compares them.
+Next: `manifest.py` stores digests; `opening.py` compares them.
 
 A file's digest is the SHA-256 of the SHA-256s of its pieces of 1 MiB, so that threads share one file:
 
@@ -18,9 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 PIECE = 1 << 20
@@ -100,7 +98,7 @@ class DigestingFile:
 
     Attributes:
         digest: digest of the whole file, once it is closed.
-        error: first error of the system; torch's writer replaces it by another one on its way out.
+        error: first error of a write; torch's writer replaces it by another one on its way out.
 
     Raises:
         FileExistsError: if the file exists.
@@ -120,10 +118,13 @@ class DigestingFile:
         """Writes to the file, and has complete pieces hashed."""
         view = memoryview(data).cast("B")
         written = 0
-        with self._remembering_refusal():
+        try:
             while written < len(view):
                 # The system may write less than asked.
                 written += self._file.write(view[written:])
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self._length += len(view)
         self._hash(self._length - self._length % PIECE)
         return len(view)
@@ -144,26 +145,11 @@ class DigestingFile:
         if self._file.closed:
             return
         try:
-            with self._remembering_refusal():
-                self._hash(self._length)
-                self.digest = _joined(self._length, (piece.result() for piece in self._pieces))
+            self._hash(self._length)
+            self.digest = _joined(self._length, (piece.result() for piece in self._pieces))
         finally:
             self._pool.shutdown(cancel_futures=True)
-            with self._remembering_refusal():
-                self._file.close()
-
-    def __enter__(self) -> DigestingFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except OSError:
-            # The first error is the one to report.
-            if error is None:
-                raise
+            self._file.close()
 
     def _hash(self, end: int) -> None:
         """Submits all pieces that begin before `end` for hashing."""
@@ -171,11 +157,3 @@ class DigestingFile:
         for start in range(len(self._pieces) * PIECE, end, PIECE):
             stop = min(start + PIECE, self._length)
             self._pieces.append(self._pool.submit(_hashed, number, start, stop))
-
-    @contextmanager
-    def _remembering_refusal(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or error
-            raise

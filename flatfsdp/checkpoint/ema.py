@@ -2,7 +2,7 @@
 
 In:   a sharded or wrapped model, whose optimizer has stepped.
 Out:  the model with the averaged weights, for a while: to evaluate it, or to save it under its own names.
-Next: `averages.py` writes and reads the shards of the average.
+Next: `saving.py` writes the average beside the model, under the same names, and `loading.py` reads it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flatfsdp.checkpoint.fit import differences, entries_of, require_no_problems
+from flatfsdp.checkpoint.opening import OpenCheckpoint
+from flatfsdp.checkpoint.sharded import sharded_slots
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare
 from flatfsdp.engine.whole.units import Model, named_groups
@@ -51,16 +54,16 @@ class EMA:
 
     def __init__(self, model: Model, decay: float = 0.999, *, dtype: torch.dtype = torch.float32) -> None:
         self.decay, self.updates = _checked(decay), 0
-        self.groups = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
-        if not self.groups:
+        self._groups = [group for _, group in named_groups(model)]
+        self.masters = [(prefix, group.master) for prefix, group in named_groups(model) if group.trains]
+        if not self.masters:
             raise ValueError("EMA: all weights of the model are frozen, so there is nothing to average")
         self.shards = [weights.to(dtype, copy=True) for weights in self._weights]
-        self._frozen = [group for _, group in named_groups(model) if not group.trains]
         self._is_inside = False
 
     @property
     def _weights(self) -> list[Tensor]:
-        return [group.master.flat.detach() for _, group in self.groups]
+        return [master.flat.detach() for _, master in self.masters]
 
     @torch.no_grad()
     def update(self, decay: float | None = None) -> None:
@@ -74,10 +77,11 @@ class EMA:
             ValueError: if decay is out of range.
         """
         self._require_outside("update")
-        if any(group.trains for group in self._frozen):
+        averaged = {master for _, master in self.masters}
+        if any(group.trains and group.master not in averaged for group in self._groups):
             raise RuntimeError(
-                "weights that were frozen when the EMA was made are trained now, and it has no average of "
-                "them; make the EMA after they are unfrozen"
+                "weights that were frozen when the EMA was made are trained now: it has no average of them; "
+                "make the EMA after they are unfrozen"
             )
         share = 1 - (self.decay if decay is None else _checked(decay))
         weights, dtype = self._weights, self.shards[0].dtype
@@ -119,8 +123,8 @@ class EMA:
         self._declare()
         if is_written:
             raise RuntimeError(
-                "the weights were written to inside EMA.averaged(), by an optimizer's step or a load; the "
-                "trained ones are back, and what was written is lost: train, and load, outside of it"
+                "the weights were written to inside EMA.averaged(), by a step or a load: the trained ones "
+                "are back, and what was written is lost; train, and load, outside of it"
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -131,13 +135,13 @@ class EMA:
 
     def _declare(self) -> None:
         """Checks that all ranks exchange their weights now; others would gather a mixture."""
-        _, first = self.groups[0]
-        declare(first.master.grid.shard, first.unit.identify(Action.AVERAGE), first.master.device)
+        _, first = self.masters[0]
+        declare(first.grid.shard, first.unit.identify(Action.AVERAGE), first.device)
 
     def _mark(self, *, is_inside: bool) -> None:
         self._is_inside = is_inside
-        for _, group in self.groups:
-            group.master.is_average = is_inside
+        for _, master in self.masters:
+            master.is_average = is_inside
 
     def _require_outside(self, what: str) -> None:
         if self._is_inside:
@@ -150,3 +154,27 @@ def _checked(decay: float) -> float:
     if not 0 <= decay <= 1:
         raise ValueError(f"EMA: decay is {decay}; it has to be from 0 to 1, such as 0.999")
     return decay
+
+
+def sharded_average(ema: EMA, shards: list[Tensor]) -> dict[str, Any]:
+    """Checkpoint entries of an average.  Collective, if the model is tensor-parallel.
+
+    Args:
+        ema: the average.
+        shards: shards in the layout of the average's; the entries alias them.
+    """
+    return {"values": sharded_slots(ema.masters, shards), "updates": ema.updates}
+
+
+def check_average_fits(opened: OpenCheckpoint, ema: EMA) -> None:
+    """Compares names, shapes and dtypes.
+
+    Raises:
+        ValueError: if the checkpoint has no average, or one of other weights.
+    """
+    saved = {".".join(map(str, path)): about for path, about in opened.entries("ema", "values").items()}
+    if not saved:
+        raise ValueError("the checkpoint has no average; save it with save(path, model, optimizer, ema=ema)")
+    missing, shapes, dtypes = differences(saved, entries_of(ema.masters, ema.shards))
+    problems = {"missing": missing, "of another shape": shapes, "of another dtype": dtypes}
+    require_no_problems("the checkpoint's average is not of these weights", problems)

@@ -1,21 +1,25 @@
 """Checks that a checkpoint fits the model and the optimizer, before anything is read or changed.
 
-In:   a checkpoint's metadata, and a model or the stages of one.
+In:   an open checkpoint, and a model or the stages of one.
 Out:  nothing, or one ValueError on all ranks that names the differences and the option that allows them.
 Next: `loading.py` reads what fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from flatfsdp.checkpoint.local import persistent_buffers
-from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all
+from flatfsdp.checkpoint.opening import OpenCheckpoint
+from flatfsdp.checkpoint.stages import of_each_stage
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import Model, keys_of_slots, named_groups, stages_of
 from flatfsdp.flat.sites import prefixed_modules
 
@@ -40,25 +44,26 @@ def check_accepted(accept: Collection[str]) -> None:
         )
 
 
-def saved_shapes(metadata: Metadata) -> dict[str, torch.Size]:
-    """Shapes of the model's tensors, by their names in it."""
+class Entry(NamedTuple):
+    """What a checkpoint has to have of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def entries_of(masters: Sequence[tuple[str, MasterShard]], shards: Sequence[Tensor]) -> dict[str, Entry]:
+    """Entries of the parameters of master shards, with the dtypes of `shards`, one a master shard."""
     return {
-        name: about.size
-        for name, about in _saved(metadata).items()
-        if isinstance(about, TensorStorageMetadata)
+        # A checkpoint cuts along dimensions, so there must be one.
+        prefix + slot.name: Entry(slot.whole_shape or (1,), shard.dtype)
+        for (prefix, master), shard in zip(masters, shards, strict=True)
+        for slot in master.layout.slots
     }
 
 
-def check_model_fits(metadata: Metadata, model: Model, accept: Collection[str]) -> None:
-    """Compares names, shapes and dtypes.  Collective over all ranks.
-
-    Raises:
-        ValueError: on every rank, naming tensors that are missing or of another shape, or, unless accepted,
-            of another dtype or of no stage.
-    """
-    saved, own = _saved(metadata), _entries(model)
-    missing = [name for name in own if name not in saved]
-    shapes, dtypes = [], []
+def differences(saved: Mapping[str, Any], own: Mapping[str, Entry]) -> tuple[list[str], list[str], list[str]]:
+    """The names of `own` that are missing in `saved`, of another shape, and of another dtype."""
+    missing, shapes, dtypes = [name for name in own if name not in saved], [], []
     for name, (shape, dtype) in own.items():
         about = saved.get(name)
         if about is None:
@@ -69,95 +74,62 @@ def check_model_fits(metadata: Metadata, model: Model, accept: Collection[str]) 
             shapes.append(f"{name} ({tuple(about.size)}, here {shape})")
         elif about.properties.dtype != dtype:
             dtypes.append(f"{name} ({about.properties.dtype}, here {dtype})")
-    of_stages = of_each_stage((missing, shapes, dtypes, _names(model)), model)
-    missing, shapes, dtypes, names = (
-        list(dict.fromkeys(each for of_stage in lists for each in of_stage))
-        for lists in zip(*of_stages, strict=True)
-    )
-    surplus = sorted(saved.keys() - set(names))
-    problems = [
-        _told(missing, "missing in the checkpoint"),
-        _told(shapes, "of another shape"),
-        _told([] if "dtype" in accept else dtypes, "of another dtype; accept=('dtype',) converts them"),
-        _told(
-            [] if "surplus" in accept else surplus,
-            "only in the checkpoint; accept=('surplus',) leaves them out",
-        ),
-    ]
-    if any(problems):
-        raise ValueError(f"the checkpoint is not of this model: {'. '.join(filter(None, problems))}")
+    return missing, shapes, dtypes
 
 
-def check_optimizer_fits(
-    saved_class: Any, optimizer: torch.optim.Optimizer, accept: Collection[str], model: Model
-) -> None:
-    """Compares the class of the optimizer.  Collective over all ranks.
+def require_no_problems(what: str, problems: Mapping[str, list[str]]) -> None:
+    """Raises ValueError, with a sentence for each problem that some names have."""
+    told = []
+    for problem, names in problems.items():
+        if names:
+            more = f", and {len(names) - _SHOWN} more," if len(names) > _SHOWN else ""
+            told.append(f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'} {problem}")
+    if told:
+        raise ValueError(f"{what}: {'. '.join(told)}")
 
-    Args:
-        saved_class: name of the saved optimizer's class; None if unknown.
-        optimizer: optimizer to load into.
-        accept: differences that are accepted; "optimizer" accepts another class.
-        model: the model, or this rank's stages of a pipeline.
+
+def saved_in(opened: OpenCheckpoint) -> dict[str, Any]:
+    """What the checkpoint has of the model, by the names in it, without extra state of modules."""
+    entries = {".".join(map(str, path)): about for path, about in opened.entries("model").items()}
+    return {name: about for name, about in entries.items() if not name.endswith("_extra_state")}
+
+
+def check_model_fits(opened: OpenCheckpoint, model: Model, accept: Collection[str]) -> None:
+    """Compares names, shapes and dtypes.  Collective over all ranks.
 
     Raises:
-        ValueError: on every rank, if the classes differ (unless accepted).
+        ValueError: on every rank, naming tensors that are missing or of another shape, or, unless accepted,
+            of another dtype or of no stage.
     """
-    own = type(optimizer).__name__
-    with raising_on_all(model):
-        if saved_class is not None and saved_class != own and "optimizer" not in accept:
-            raise ValueError(
-                f"the checkpoint has the state of {saved_class}, and the optimizer is {own}; load the model "
-                "alone, or let the optimizer take the state over as it is with accept=('optimizer',)"
-            )
+    saved, entries, late = saved_in(opened), _entries(model), _late_names(model)
+    # A layer does not need its late buffers before its first use.
+    own = {name: entry for name, entry in entries.items() if name not in late}
+    tied = (name for stage in stages_of(model) for names in keys_of_slots(stage).values() for name in names)
+    of_stages = of_each_stage((*differences(saved, own), [*entries, *late, *tied]), model)
+    missing, shapes, dtypes, names = (
+        list(dict.fromkeys(chain.from_iterable(lists))) for lists in zip(*of_stages, strict=True)
+    )
+    surplus = sorted(saved.keys() - set(names))
+    problems = {"missing in the checkpoint": missing, "of another shape": shapes}
+    if "dtype" not in accept:
+        problems["of another dtype; accept=('dtype',) converts them"] = dtypes
+    if "surplus" not in accept:
+        problems["only in the checkpoint; accept=('surplus',) leaves them out"] = surplus
+    require_no_problems("the checkpoint is not of this model", problems)
 
 
-class _Entry(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _saved(metadata: Metadata) -> dict[str, Any]:
-    """The model's entries, by their names in it, without extra state of modules."""
-    found = {}
-    for flat_name, about in metadata.state_dict_metadata.items():
-        path = (metadata.planner_data or {}).get(flat_name, (flat_name,))
-        if path[0] == "model" and not str(path[-1]).endswith("_extra_state"):
-            found[".".join(map(str, path[1:]))] = about
-    return found
-
-
-def _entries(model: Model) -> dict[str, _Entry]:
-    """Entries of `sharded_state_dict`, without buffers that a layer does not need before its first use."""
-    parameters = {
-        # A checkpoint cuts along dimensions, so there must be one.
-        prefix + slot.name: _Entry(slot.whole_shape or (1,), group.master.flat.dtype)
-        for prefix, group in named_groups(model)
-        for slot in group.layout.slots
-    }
+def _entries(model: Model) -> dict[str, Entry]:
+    """Entries of `sharded_state_dict`."""
+    masters = [(prefix, group.master) for prefix, group in named_groups(model)]
+    parameters = entries_of(masters, [master.flat for _, master in masters])
     buffers = {
-        name: _Entry(tuple(buffer.shape), buffer.dtype)
+        name: Entry(tuple(buffer.shape), buffer.dtype)
         for stage in stages_of(model)
         for name, buffer in persistent_buffers(stage)
     }
-    late = set(_late_names(model))
-    return {name: entry for name, entry in {**parameters, **buffers}.items() if name not in late}
+    return {**parameters, **buffers}
 
 
-def _names(model: Model) -> list[str]:
-    """All names that its checkpoint may have, with coming buffers and other names of tied parameters."""
-    tied = (name for stage in stages_of(model) for names in keys_of_slots(stage).values() for name in names)
-    return [*_entries(model), *_late_names(model), *tied]
-
-
-def _late_names(model: Model) -> Iterable[str]:
-    for stage in stages_of(model):
-        for prefix, owner in prefixed_modules(stage):
-            yield from (prefix + name for name in LATE_BUFFERS.of(owner))
-
-
-def _told(names: list[str], what: str) -> str:
-    """One sentence about these names; empty if there are none."""
-    if not names:
-        return ""
-    more = f", and {len(names) - _SHOWN} more," if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'} {what}"
+def _late_names(model: Model) -> set[str]:
+    modules = (named for stage in stages_of(model) for named in prefixed_modules(stage))
+    return {prefix + name for prefix, owner in modules for name in LATE_BUFFERS.of(owner)}

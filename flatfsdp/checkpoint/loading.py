@@ -5,46 +5,32 @@ Out:  the model's shards, filled in place; the optimizer's state.
 
     open       `.metadata`, manifest and extra: one rank reads, all decode                 opening.py
     fit        names, shapes, dtypes                                                       fit.py
-    verify     digests of data files, in other threads, while ...                          verification.py
-    read       ... the optimizer's state is read, to tensors of its own
+    verify     digests of data files, in other threads, while ...                          opening.py
+    read       ... all but the model's own tensors are read, to tensors of their own
     change     optimizer, model and extra state, once all ranks know that all files are whole
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from flatfsdp.checkpoint.averages import check_average_fits, fill_average, sharded_average
-from flatfsdp.checkpoint.ema import EMA
+from flatfsdp.checkpoint import fit
+from flatfsdp.checkpoint.ema import EMA, check_average_fits, sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
-from flatfsdp.checkpoint.extra_state import (
-    SECTION,
-    check_extra_fits,
-    give_extra_state,
-    places_of_extra_state,
-    unpacked_extra_state,
-)
-from flatfsdp.checkpoint.fit import (
-    Accepted,
-    check_accepted,
-    check_model_fits,
-    check_optimizer_fits,
-    saved_shapes,
-)
+from flatfsdp.checkpoint.extra_state import modules as extra_state
 from flatfsdp.checkpoint.local import adopt_late_buffers
 from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.optimizer_state import SlotState, loadable_state, trained_masters
-from flatfsdp.checkpoint.reader import Reader
+from flatfsdp.checkpoint.reader import Reader, place_for
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
 from flatfsdp.checkpoint.stages import begin, check_names, raising_on_all, world_of
-from flatfsdp.checkpoint.verification import Verification
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import Model, named_groups, stages_of
@@ -56,7 +42,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     ema: EMA | None = None,
-    accept: Collection[Accepted] = (),
+    accept: Collection[fit.Accepted] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
     """Loads a checkpoint of `save`, on any number of ranks of each kind.  Collective over all ranks.
@@ -90,7 +76,7 @@ def load(
         unreadable after their verification, may model and optimizer be loaded in part.
     """
     require_folder_first(path, "load")
-    check_accepted(accept)
+    fit.check_accepted(accept)
     begin(model, Action.LOAD)
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):
@@ -110,59 +96,58 @@ def load_opened(
 ) -> None:
     """Loads an opened checkpoint, of which only data files are still to be read; raises like `load`."""
     names = check_names(model, Action.LOAD)
-    check_model_fits(opened.metadata, model, accept)
-    check_extra_fits(opened.metadata, model, accept)
+    fit.check_model_fits(opened, model, accept)
+    extra_state.check_fits(opened, model, accept)
+    target: dict[str, Any] = {extra_state.SECTION: extra_state.places(opened)}
+    kept: _Kept | None = None
+    shards: list[Tensor] = []
+    if optimizer is not None:
+        kept = _places_of_optimizer(opened, model, optimizer, names, accept)
+        target["optimizer"] = kept.target
     if ema is not None:
         with raising_on_all(model):
-            check_average_fits(opened.metadata, ema)
-    groups = _saved_groups(opened.metadata) if optimizer is not None else {}
-    kept = average = None
-    places = places_of_extra_state(opened.metadata)
-    with Verification(opened, *world_of(model), compares_digests=verify) as verification:
+            check_average_fits(opened, ema)
+            shards = [torch.zeros_like(shard) for shard in ema.shards]
+        target["ema"] = sharded_average(ema, shards)
+    with opened.verified(*world_of(model), compares_digests=verify) as verdict:
         try:
-            if optimizer is not None:
-                kept = _read_optimizer(opened, model, optimizer, names, groups, accept)
-            if ema is not None:
-                average = _read_average(opened, ema)
-            if places:
-                _read(opened, {SECTION: places})
+            if any(target.values()):
+                _read(opened, target)
         except (Exception, dcp.CheckpointException):
             # Our verdict names the damaged file; torch's error does not.
-            verification.verdict()
+            verdict()
             raise
-        verification.verdict()
+        verdict()
     with raising_on_all(model):
-        extra_states = unpacked_extra_state(model, places)
+        extra_states = extra_state.unpacked(model, target[extra_state.SECTION])
     if optimizer is not None and kept is not None:
-        check_optimizer_fits(kept.saved_class, optimizer, accept, model)
-        _fill_optimizer(kept, model, optimizer)
-    if ema is not None and average is not None:
-        fill_average(ema, *average)
-    saved = saved_shapes(opened.metadata)
+        _fill_optimizer(kept, model, optimizer, accept)
+    if ema is not None:
+        torch._foreach_copy_(ema.shards, shards)
+        ema.updates = target["ema"]["updates"]
+    tensors = (each for each in fit.saved_in(opened).items() if isinstance(each[1], TensorStorageMetadata))
+    saved = {name: about.size for name, about in tensors}
     with raising_on_all(model):
         absent = {name for stage in stages_of(model) for name in adopt_late_buffers(stage, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
     _read(opened, {"model": state})
     with raising_on_all(model):
-        give_extra_state(model, extra_states)
+        extra_state.give(model, extra_states)
     for _, group in named_groups(model):
         group.master.loaded()
 
 
-def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> None:
-    """Reads into `state`.  Collective over all ranks.
-
-    Args:
-        opened: the checkpoint.
-        state: state dict to fill.
-        options: options of torch's DefaultLoadPlanner.
+def _read(opened: OpenCheckpoint, target: dict[str, Any]) -> None:
+    """Reads into `target`.  Collective over all ranks.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot read something.
     """
     reader = Reader(opened.folder, metadata=opened.metadata)
+    # The planner's default drops tensors of which this rank has nothing, and then expects an older format.
+    planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
     try:
-        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(**options))
+        dcp.load(target, storage_reader=reader, planner=planner)
     except dcp.CheckpointException as failed:
         rank, error = first_failure(failed)
         raise CheckpointError(
@@ -170,143 +155,99 @@ def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> Non
         ) from None
 
 
-def _read_average(opened: OpenCheckpoint, ema: EMA) -> tuple[list[Tensor], int]:
-    """Reads the shards of the saved average, and its number of updates."""
-    shards = [torch.zeros_like(shard) for shard in ema.shards]
-    target = {"ema": sharded_average(ema, shards)}
-    _read(opened, target, flatten_sharded_tensors=False)
-    return shards, target["ema"]["updates"]
-
-
 class _Kept(NamedTuple):
-    """The optimizer's part of a checkpoint.
+    """The optimizer's part of a checkpoint, until all ranks know that its files are whole.
 
     Attributes:
+        target: what `dcp.load` fills: "state", "param_groups" by number, and the name of the "class", if the
+            checkpoint has it.
         states: states by parameter name.
-        shards: shards of each state with as many elements as the parameter.
-        groups: parameter groups, in order.
-        saved_class: name of the optimizer's class, if the checkpoint has it.
+        shards: shards of each state with as many elements as the parameter, which `target` aliases.
     """
 
+    target: dict[str, Any]
     states: dict[str, SlotState]
     shards: dict[tuple[MasterShard, str], Tensor]
-    groups: list[dict[str, Any]]
-    saved_class: str | None
 
 
-def _read_optimizer(
+def _places_of_optimizer(
     opened: OpenCheckpoint,
     model: Model,
     optimizer: torch.optim.Optimizer,
     names: set[str],
-    groups: dict[str, dict[str, Any]],
     accept: Collection[str],
 ) -> _Kept:
-    """Reads the optimizer's state into new tensors.
+    """Allocates tensors for the optimizer's state.  Collective over all ranks.
 
     Args:
         opened: the checkpoint.
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer to be loaded later.
         names: names of the parameters of all stages.
-        groups: parameter groups from `_saved_groups`.
         accept: differences to accept.
+
+    Raises:
+        ValueError: on every rank, if there is none.
     """
-    metadata = opened.metadata
     masters = trained_masters(model, optimizer)
+    slots = [(prefix + slot.name, slot, master) for prefix, master in masters for slot in master.layout.slots]
+    own = {name for name, _, _ in slots}
+    kept = _Kept({"state": {}, "param_groups": {}}, {}, {})
+    for (kind, *keys), about in opened.entries("optimizer").items():
+        if kind == "class":
+            kept.target[kind] = None
+        elif kind == "param_groups":
+            number, option = keys
+            kept.target[kind].setdefault(number, {})[option] = place_for(about)
+        elif kind == "state" and (keys[0] in own or (keys[0] not in names and "surplus" not in accept)):
+            # Other stages read theirs; an entry of no stage is an error, unless surplus is accepted.
+            name, key = keys
+            state = kept.states.setdefault(name, SlotState(0, {}, {}))
+            places = kept.target[kind].setdefault(name, {})
+            if isinstance(about, TensorStorageMetadata) and len(about.size) > 0:
+                state.elements[key] = about.properties.dtype
+            else:
+                state.values[key] = places[key] = place_for(about)
+    if not kept.target["param_groups"]:
+        raise ValueError("the checkpoint has no optimizer state; save it with save(path, model, optimizer)")
     owners = owners_of(master for _, master in masters)
-    own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
-    # Other stages read theirs; an entry of no stage is an error, unless surplus is accepted.
-    states = {
-        name: state
-        for name, state in _saved_states(metadata).items()
-        if name in own or (name not in names and "surplus" not in accept)
-    }
-    shards: dict[tuple[MasterShard, str], Tensor] = {}
-    target: dict[str, Any] = {
-        "state": {
-            name: {key: _place(about) for key, about in state.values.items()}
-            for name, state in states.items()
-        },
-        "param_groups": groups,
-    }
-    if ("optimizer", "class") in metadata.planner_data.values():
-        target["class"] = None
     with raising_on_all(model):
-        for prefix, master in masters:
-            for slot in master.layout.slots:
-                name = prefix + slot.name
-                for key, dtype in states[name].elements.items() if name in states else ():
-                    if (master, key) not in shards:
-                        shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
-                    target["state"][name][key] = sharded_slot(master, slot, shards[master, key], owners)
-    # The planner's default drops tensors of which this rank has nothing, and then expects an older format.
-    _read(opened, {"optimizer": target}, flatten_sharded_tensors=False)
-    loaded = {
-        name: SlotState(0, state.elements, {key: target["state"][name][key] for key in state.values})
-        for name, state in states.items()
-    }
-    numbers = sorted(target["param_groups"], key=int)
-    return _Kept(loaded, shards, [target["param_groups"][number] for number in numbers], target.get("class"))
+        for name, slot, master in slots:
+            for key, dtype in kept.states[name].elements.items() if name in kept.states else ():
+                if (master, key) not in kept.shards:
+                    kept.shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
+                kept.target["state"][name][key] = sharded_slot(master, slot, kept.shards[master, key], owners)
+    return kept
 
 
-def _fill_optimizer(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> None:
+def _fill_optimizer(
+    kept: _Kept, model: Model, optimizer: torch.optim.Optimizer, accept: Collection[str]
+) -> None:
     """Loads into the optimizer what was read.  Collective over all ranks.
 
     Raises:
-        ValueError: on every rank, if names or parameter groups do not fit on one of them.
+        ValueError: on every rank, if its class (unless accepted), names or parameter groups do not fit on one
+            of them.
     """
+    own, saved = type(optimizer).__name__, kept.target.get("class")
+    with raising_on_all(model):
+        if saved not in (None, own) and "optimizer" not in accept:
+            raise ValueError(
+                f"the checkpoint has the state of {saved}, and the optimizer is {own}; load the model alone, "
+                "or let the optimizer take the state over as it is with accept=('optimizer',)"
+            )
+    for name, state in kept.states.items():
+        read = kept.target["state"][name]
+        state.values.update({key: read[key] for key in state.values})
+    groups = kept.target["param_groups"]
     # The ranks of a stage raise together; other stages learn of it here.
     with raising_on_all(model):
         fitted = loadable_state(
             trained_masters(model, optimizer),
             optimizer,
             kept.states,
-            kept.groups,
+            [groups[number] for number in sorted(groups, key=int)],
             lambda _, master, key, __: kept.shards[master, key],
         )
     with raising_on_all(model):
         optimizer.load_state_dict(fitted)
-
-
-def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
-    """The states that the checkpoint has for each parameter; their values are still to be read."""
-    states: dict[str, SlotState] = {}
-    for flat_key, about in metadata.state_dict_metadata.items():
-        path = metadata.planner_data[flat_key]
-        if path[:2] != ("optimizer", "state"):
-            continue
-        _, _, name, key = path
-        state = states.setdefault(name, SlotState(0, {}, {}))
-        if isinstance(about, TensorStorageMetadata) and len(about.size) > 0:
-            state.elements[key] = about.properties.dtype
-        else:
-            state.values[key] = about
-    return states
-
-
-def _place(about: Any) -> Tensor | None:
-    """Placeholder for `dcp.load`: it fills a tensor in place, and replaces anything else."""
-    return (
-        torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
-        if isinstance(about, TensorStorageMetadata)
-        else None
-    )
-
-
-def _saved_groups(metadata: Metadata) -> dict[str, dict[str, Any]]:
-    """The checkpoint's parameter groups by number, with values still to be read.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    planner_data: Mapping[str, Any] = metadata.planner_data or {}
-    for flat_key, path in planner_data.items():
-        if path[:2] == ("optimizer", "param_groups"):
-            _, _, number, option = path
-            about = metadata.state_dict_metadata[flat_key]
-            groups.setdefault(number, {})[option] = _place(about)
-    if not groups:
-        raise ValueError("the checkpoint has no optimizer state; save it with save(path, model, optimizer)")
-    return groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -100,60 +101,45 @@ def consolidate(
     for key, about in keys.items():
         specs = [ParamSpec(entry["names"][0], tuple(entry["shape"])) for entry in about["parameters"]]
         layout = FlatLayout.pack(specs)
-        views = [layout.views(flat) for flat in _of_tensor_ranks(key, about, state_dicts, metadata)]
+        views = [layout.views(flat) for flat in _whole_buffers(key, about, state_dicts, metadata)]
         for entry, *parts in zip(about["parameters"], *views, strict=True):
             partition = entry.get("partition")
             tensor = Partition(*partition).join(parts) if partition else parts[0].clone()
             full.update((name, tensor) for name in entry["names"])
-    buffers = {key: value for key, value in state_dicts[0].items() if key not in keys}
-    return {**full, **buffers}
+    return {**full, **{key: value for key, value in state_dicts[0].items() if key not in keys}}
 
 
-def _of_tensor_ranks(
+def _whole_buffers(
     key: str,
     about: dict[str, Any],
     state_dicts: Sequence[dict[str, Tensor]],
     metadata: Sequence[dict[str, Any]],
 ) -> list[Tensor]:
-    """The whole padded buffer of one flat group, for each tensor-parallel rank."""
-    found: dict[int, list[int]] = {rank: [] for rank in range(about.get("tensor_size", 1))}
-    for index, of_rank in enumerate(metadata):
-        found.setdefault(of_rank["shards"].get(key, {}).get("tensor_rank", 0), []).append(index)
-    missing = [rank for rank, indices in found.items() if not indices]
-    if missing:
-        raise ValueError(f"{key}: tensor-parallel rank {missing[0]} is missing; pass the files of all ranks")
-    return [
-        _join(key, about, [state_dicts[i] for i in indices], [metadata[i] for i in indices])
-        for _, indices in sorted(found.items())
-    ]
+    """The whole padded buffer of one flat group, for each tensor-parallel rank.
 
-
-def _join(
-    key: str,
-    about: dict[str, Any],
-    state_dicts: Sequence[dict[str, Tensor]],
-    metadata: Sequence[dict[str, Any]],
-) -> Tensor:
-    """The whole padded buffer of one flat group; any replica will do, as all hold equal shards."""
-    num_shards = about["num_shards"]
-    shards: dict[int, Tensor] = {}
+    Any replica will do, as all hold equal shards.
+    """
+    shards: dict[tuple[int, int], Tensor] = {}
     lengths: set[int] = set()
     for state_dict, of_rank in zip(state_dicts, metadata, strict=True):
         if key not in state_dict or key not in of_rank["shards"]:
             raise ValueError(f"{key} is missing in one of the local state dicts; are they of one model?")
-        shard, rank = state_dict[key], of_rank["shards"][key]["rank"]
+        shard, own = state_dict[key], of_rank["shards"][key]
         lengths.add(shard.numel())
-        if not torch.equal(shards.setdefault(rank, shard), shard) and len(lengths) == 1:
+        known = shards.setdefault((own.get("tensor_rank", 0), own["rank"]), shard)
+        if len(lengths) == 1 and not torch.equal(known, shard):
             raise ValueError(
-                f"{key}: ranks hold different values of shard {rank}, so each group of ranks has parameters "
-                "of its own (experts); consolidate the files of each group by themselves"
+                f"{key}: ranks hold different values of shard {own['rank']}, so each group of ranks has "
+                "parameters of its own (experts); consolidate the files of each group by themselves"
             )
-    missing = sorted(set(range(num_shards)) - set(shards))
-    if missing:
-        raise ValueError(f"{key}: shard {missing[0]} of {num_shards} is missing; pass the files of all ranks")
+    tensor_ranks, ranks = range(about.get("tensor_size", 1)), range(about["num_shards"])
+    for tensor_rank, rank in product(tensor_ranks, ranks):
+        if (tensor_rank, rank) not in shards:
+            lost = f"shard {rank} of {len(ranks)} of tensor-parallel rank {tensor_rank}"
+            raise ValueError(f"{key}: {lost} is missing; pass the files of all ranks")
     if len(lengths) > 1:
         raise ValueError(f"{key}: shards have different lengths {sorted(lengths)}; a file is corrupt")
-    return torch.cat([shards[rank] for rank in range(num_shards)])
+    return [torch.cat([shards[tensor_rank, rank] for rank in ranks]) for tensor_rank in tensor_ranks]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +155,7 @@ def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set
 
     Args:
         model: the model to prepare.
-        saved: shape of each checkpoint entry, by original name.
+        saved: shape of each tensor in the checkpoint, by original name.
 
     Returns:
         Names of such buffers that the checkpoint lacks; they keep their values.

@@ -31,6 +31,7 @@ from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
+from flatfsdp.checkpoint.optimizer_state import pieces_in
 from flatfsdp.checkpoint.saving import save
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
@@ -133,9 +134,9 @@ class CheckpointManager:
             aside = [_put_aside(self.path(each), "abandoned") for each in later]
         if aside:
             _warn(
-                f"{self.folder} has checkpoints of later steps than {step}, which is being saved: those of "
-                "another run, or of the time before this one was rolled back; they are put aside as "
-                f"{', '.join(path.name for path in aside)}; give each run a folder of its own"
+                f"{self.folder} has checkpoints of later steps than {step}, of another run or from before a "
+                f"rollback; they are put aside as {', '.join(path.name for path in aside)}; give each run "
+                "a folder of its own"
             )
         save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
         self._finite = _without_infinity(magnitudes)
@@ -181,31 +182,27 @@ class CheckpointManager:
             steps = self._complete() if world.rank == 0 else []
         steps = broadcast_object(steps, [world], device)
         damage: list[DamagedCheckpoint] = []
-        for step in reversed(steps):
+        found: Resumed | None = None
+        while steps and found is None:
+            step = steps.pop()
             try:
                 extra = load(self.path(step), model, optimizer, ema=ema, accept=accept, verify=verify)
+                found = Resumed(step, extra)
             except DamagedCheckpoint as error:
                 damage.append(error)
-                continue
-            self._tidy(step, damage)
-            self._finite = _without_infinity(largest_magnitudes(model, optimizer))
-            return Resumed(step, extra)
-        if damage:
+        if damage and found is None:
             raise DamagedCheckpoint(
                 f"all {len(damage)} checkpoints in {self.folder} are damaged; the newest: {damage[0]}"
             ) from damage[0]
-        self._tidy(0, [])
+        self._tidy(found.step if found else 0, damage)
         self._finite = _without_infinity(largest_magnitudes(model, optimizer))
-        return None
+        return found
 
     def _problem(self, magnitudes: Mapping[str, float], model: Model) -> str | None:
         """Says which tensor of which rank must not be saved; None if all may be.  Collective."""
         found = [f"{name} has a NaN" for name, largest in magnitudes.items() if math.isnan(largest)]
-        found += [
-            f"{name} has an infinite number, and had none before"
-            for name, largest in magnitudes.items()
-            if math.isinf(largest) and name in self._finite
-        ]
+        new = self._finite - _without_infinity(magnitudes)
+        found += [f"{name} has an infinite number, and had none before" for name in magnitudes if name in new]
         for rank, theirs in enumerate(all_gather_object(found[:1], *world_of(model))):
             if theirs:
                 return f"on rank {rank}, {theirs[0]}"
@@ -313,28 +310,20 @@ def _without_infinity(magnitudes: Mapping[str, float]) -> set[str]:
 
 def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     for prefix, group in named_groups(model):
-        master, ranks = group.master, group.master.grid.shard
-        pieces = [
-            (prefix + piece.slot.name, piece.shard_offset, piece.shard_offset + piece.stop - piece.start)
-            for piece in master.layout.pieces(ranks.rank, ranks.size)
-        ]
-        flat = master.flat.detach()
-        yield from ((name, flat[start:stop]) for name, start, stop in pieces)
-        if optimizer is None:
-            continue
-        for parameter, first, last in master.local_shards:
-            own = [(name, start, stop) for name, start, stop in pieces if first <= start < last]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor) or not value.is_floating_point():
-                    continue
-                # `plain`, because a momentum that began as a gradient would take norms over all ranks.
-                value = plain(value)
-                if value.shape == parameter.shape:
-                    of_slots = value.reshape(-1)
-                    for name, start, stop in own:
-                        yield f"{key} of {name}", of_slots[start - first : stop - first]
-                elif own:
-                    yield f"{key} of {own[0][0]}", value
+        flat = group.master.flat.detach()
+        for portion in group.master.local_shards:
+            parameter, first, _ = portion
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            for piece in pieces_in(group.master, portion):
+                name, start = prefix + piece.slot.name, piece.shard_offset
+                stop = start + piece.stop - piece.start
+                yield name, flat[start:stop]
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        # `plain`: a momentum that began as a gradient would take norms over all ranks.
+                        value = plain(value)
+                        is_cut = value.shape == parameter.shape
+                        yield f"{key} of {name}", value[start - first : stop - first] if is_cut else value
 
 
 def _is_first() -> bool:

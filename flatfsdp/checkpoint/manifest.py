@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: the files of one save, each with its rank, length and digest.
 
-In:   `manifest-<save id>.json`.
-Out:  a `Manifest`, if the file is undamaged: it contains its own digest.
-Next: `commit.py` writes it just before the rename; `opening.py` finds the one that belongs to `.metadata`.
+In:   what the ranks have written, with its digests (`commit`); or `manifest-<save id>.json`.
+Out:  a folder whose checkpoint this save is; or a `Manifest`, which tells damaged files from whole ones.
+Next: `opening.py` finds the manifest that belongs to `.metadata`, and reads the rest.
 
     .metadata                  torch.distributed.checkpoint's own; its rename makes the checkpoint
     __<rank>_<id>_<n>.distcp   data of a rank
@@ -10,18 +10,29 @@ Next: `commit.py` writes it just before the rename; `opening.py` finds the one t
     manifest-<id>.json         the list of all these
 
 Each save has an id, which is part of its file names, so files of two saves never replace each other.
+`commit` brings everything to the disk before one rename makes it the checkpoint:
+
+    extra-<id>.pt, .metadata.tmp, manifest-<id>.json      written and flushed to disk, like data files before
+    .metadata.tmp -> .metadata                            the commit: until then the old checkpoint loads
+    files of other saves                                  removed
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from flatfsdp.checkpoint.digests import FileDigest
+from flatfsdp.checkpoint import durable
+from flatfsdp.checkpoint.digests import FileDigest, digest_of
+from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason
 
 METADATA = ".metadata"
 """File that torch.distributed.checkpoint looks for first."""
@@ -99,12 +110,29 @@ class Manifest:
             "format": _FORMAT,
             "save_id": self.save_id,
             "files": {
-                name: {"rank": rank, "bytes": digest.bytes, "sha256": digest.sha256}
-                for name, (rank, digest) in self.files.items()
+                name: {"rank": rank, **digest._asdict()} for name, (rank, digest) in self.files.items()
             },
         }
         own = hashlib.sha256(_json(contents)).hexdigest()
         return _json({**contents, "sha256": own})
+
+    def read(self, path: Path) -> bytes:
+        """Reads a file of the save whole; raises DamagedCheckpoint if it is not as it was written."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise damaged(path, "is missing", self.files[path.name].rank) from None
+        self.require(path, digest_of(data))
+        return data
+
+    def require(self, path: Path, found: FileDigest) -> None:
+        """Raises DamagedCheckpoint if a file of the save does not hold what was written there."""
+        rank, written = self.files[path.name]
+        if found.bytes != written.bytes:
+            raise damaged(path, f"has {found.bytes} bytes, and {written.bytes} were written", rank)
+        if found != written:
+            digests = f"its digest is {found.sha256[:12]}..., and was {written.sha256[:12]}..."
+            raise damaged(path, f"does not hold what was written there: {digests}", rank)
 
 
 def parse_manifest(name: str, data: bytes) -> Manifest:
@@ -135,3 +163,58 @@ def parse_manifest(name: str, data: bytes) -> Manifest:
 
 def _json(contents: object) -> bytes:
     return (json.dumps(contents, indent=1, sort_keys=True) + "\n").encode()
+
+
+def commit(
+    folder: Path, save_id: str, data_files: Mapping[str, FileRecord], metadata: bytes, extra: bytes | None
+) -> None:
+    """Makes a save the folder's checkpoint; runs on one rank, after all have written.
+
+    Raises:
+        OSError: if something cannot be written.
+        CheckpointError: if a data file is not here, or has another length than its rank has written.
+        In both cases the old checkpoint, if any, remains the folder's.
+    """
+    _check_lengths(folder, save_id, data_files)
+    contents = {METADATA: metadata}
+    if extra is not None:
+        contents[extra_name(save_id)] = extra
+    records = {name: FileRecord(COORDINATOR, digest_of(data)) for name, data in contents.items()}
+    manifest = Manifest(save_id, {**data_files, **records})
+    contents[manifest.name] = manifest.to_bytes()
+    places = {folder / (TEMPORARY if name == METADATA else name): data for name, data in contents.items()}
+    try:
+        for place, data in places.items():
+            durable.write(place, data)
+        durable.sync_folder(folder)
+        os.replace(folder / TEMPORARY, folder / METADATA)
+    except BaseException:
+        for place in places:
+            with suppress(OSError):
+                place.unlink(missing_ok=True)
+        raise
+    # From here on it is the folder's checkpoint, even if the rest fails.
+    try:
+        durable.sync_folder(folder)
+        # Files of overwritten or unfinished saves; what stays is removed by the next save.
+        for name in os.listdir(folder):
+            if is_ours(name) and name not in manifest.files and name != manifest.name:
+                with suppress(OSError):
+                    (folder / name).unlink()
+    except OSError as error:
+        warnings.warn(f"{folder} is saved, but not tidied: {reason(error)}", stacklevel=2)
+
+
+def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) -> None:
+    for name, (rank, digest) in files.items():
+        path = folder / name
+        if not name.startswith(data_prefix(rank, save_id)):
+            raise CheckpointError(f"{path} is not of this save ({save_id}); give each save a plan of its own")
+        if not path.exists():
+            raise CheckpointError(
+                f"rank {rank} wrote {path}, which rank {COORDINATOR} does not see; save to storage that all "
+                "ranks share"
+            )
+        length = path.stat().st_size
+        if length != digest.bytes:
+            raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")

@@ -3,14 +3,13 @@
 In:   an optimizer over the portions of a model's master shards.
 Out:  `described`: for each parameter, its group and its states; `state_shard`: one state of one flat group,
       as long as the master shard; `loadable_state`: the reverse.
-Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
+Next: `full.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import LocalShard, MasterShard
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import Model, named_groups
-from flatfsdp.flat.layout import ParamSlot
+from flatfsdp.flat.layout import Piece
 from flatfsdp.optim.fused import FusedOptimizer
 
 
@@ -80,23 +79,22 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {portion.parameter for _, master in masters for portion in master.local_shards}
     problem: Exception | None = None
-    # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
-    if {p for p in group_of if p.requires_grad or p in owned} != owned:
-        problem = ValueError(
-            "the optimizer's parameters are not the shards of this model; build it from "
-            "model.parameters(), or from flatfsdp.param_groups(model, ...), once it is sharded, and give it "
-            "parts without elements, too, which all look alike"
-        )
-    elif (misfit := next(filter(None, map(partial(_misfit, optimizer), owned)), None)) is not None:
-        problem = TypeError(misfit)
+    state_of: dict[nn.Parameter, SlotState] = {}
+    try:
+        # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
+        if {p for p in group_of if p.requires_grad or p in owned} != owned:
+            raise ValueError(
+                "the optimizer's parameters are not the shards of this model; once it is sharded, build it "
+                "from model.parameters(), or flatfsdp.param_groups(model, ...), with parts without elements"
+            )
+        state_of = {parameter: _slot_state(optimizer, parameter, group_of[parameter]) for parameter in owned}
+    except (ValueError, TypeError) as error:
+        problem = error
     states: dict[str, SlotState] = {}
     portions: list[list[str]] = []
     for prefix, master in masters:
         own = [
-            {
-                prefix + slot.name: _slot_state(optimizer, group_of, portion)
-                for slot in _slots(master, portion)
-            }
+            {prefix + piece.slot.name: state_of[portion.parameter] for piece in pieces_in(master, portion)}
             for portion in (master.local_shards if problem is None else ())
         ]
         for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
@@ -109,33 +107,34 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     return Described(states, portions)
 
 
-def _misfit(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> str | None:
-    """Says why a portion's state cannot be saved; None if it can."""
+def _slot_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: int) -> SlotState:
+    """The state of a portion; raises TypeError if it cannot be saved."""
+    state = SlotState(group, {}, {})
     for key, value in optimizer.state.get(parameter, {}).items():
-        is_number = isinstance(value, (int, float, bool)) or value is None
-        if not is_number and not (
-            isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
-        ):
-            kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            return (
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor and value.shape == parameter.shape:
+            state.elements[key] = value.dtype
+        elif is_tensor and value.numel() == 1:
+            # A copy, because the optimizer goes on counting in its own tensor.
+            state.values[key] = value.detach().to("cpu", copy=True)
+        elif value is None or isinstance(value, (int, float, bool)):
+            state.values[key] = value
+        else:
+            kind = f"of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+            raise TypeError(
                 f"{type(optimizer).__name__} keeps {key!r} ({kind}) for a flat shard of {parameter.numel()} "
                 "elements; only states of one number or one an element can be saved"
             )
-    return None
+    return state
 
 
-def _slot_state(
-    optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], portion: LocalShard
-) -> SlotState:
-    parameter = portion.parameter
-    elements, values = {}, {}
-    for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            elements[key] = value.dtype
-        else:
-            # A copy, because the optimizer goes on counting in its own tensor.
-            values[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-    return SlotState(group_of[parameter], elements, values)
+def element_dtypes(prefix: str, master: MasterShard, states: dict[str, SlotState]) -> dict[str, torch.dtype]:
+    """Dtypes of one flat group's states with as many elements as their parameters, in order of the keys."""
+    found: dict[str, torch.dtype] = {}
+    for slot in master.layout.slots:
+        if prefix + slot.name in states:
+            found.update(states[prefix + slot.name].elements)
+    return {key: found[key] for key in sorted(found)}
 
 
 def state_shard(
@@ -157,18 +156,12 @@ def state_shard(
     return shard
 
 
-def state_of_slot(
-    master: MasterShard, number: int, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
-) -> tuple[Tensor, int]:
-    """One state of the portion that has a slot: 1-D, this rank's elements, and their place in the shard.
-
-    Returns the optimizer's own tensor, not a copy; zeros if there is none.
-    """
-    portion = master.local_shards[number if master.is_divided else 0]
+def state_of_portion(
+    portion: LocalShard, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
+) -> Tensor:
+    """State `key` of one portion: 1-D; the optimizer's own tensor, not a copy, or zeros if there is none."""
     value = optimizer.state.get(portion.parameter, {}).get(key)
-    if value is None:
-        value = torch.zeros_like(portion.parameter.detach(), dtype=dtype)
-    return plain(value), portion.start
+    return torch.zeros_like(portion.parameter.detach(), dtype=dtype) if value is None else plain(value)
 
 
 def _is_all(portion: LocalShard, master: MasterShard) -> bool:
@@ -204,9 +197,8 @@ def merged_groups(of_stages: Iterable[Sequence[dict[str, Any]]]) -> list[dict[st
 
 
 def _same_options(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        bool(ours[option] == theirs[option]) for option in ours if option != "params"
-    )
+    options = ours.keys() - {"params"}
+    return ours.keys() == theirs.keys() and all(bool(ours[each] == theirs[each]) for each in options)
 
 
 def loadable_state(
@@ -236,18 +228,15 @@ def loadable_state(
         _options_for(index, group, param_groups)
         for index, group in enumerate(groups_by_name(optimizer, current.states))
     ]
-    _check_fit(masters, current.portions, states)
+    _check_fit(masters, current.local_shards, states)
     numbers = {
         parameter: number
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
     }
     state: dict[int, dict[str, Any]] = {}
     for prefix, master in masters:
-        dtypes: dict[str, torch.dtype] = {}
-        for slot in master.layout.slots:
-            if prefix + slot.name in states:
-                dtypes.update(states[prefix + slot.name].elements)
-        shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in sorted(dtypes.items())}
+        dtypes = element_dtypes(prefix, master, states)
+        shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in dtypes.items()}
         for portion in master.local_shards:
             state[numbers[portion.parameter]] = _portion_state(prefix, master, portion, states, shards)
     groups = [
@@ -269,9 +258,8 @@ def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]
     if names and not any(names.intersection(group["params"]) for group in saved):
         return own
     raise ValueError(
-        f"no saved parameter group contains all of this optimizer's group {index} "
-        f"({', '.join(own['params'][:3])}, ...); cut the groups as they were when the state was saved, and "
-        "parameters that were frozen then into groups of their own"
+        f"no saved parameter group contains all of this optimizer's group {index} ({own['params'][:3]}...); "
+        "cut groups as they were saved, and parameters that were frozen then into groups of their own"
     )
 
 
@@ -306,11 +294,9 @@ def not_trained(name: str) -> str:
 def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
-    return (
-        ours.elements.keys() == theirs.elements.keys()
-        and ours.values.keys() == theirs.values.keys()
-        and all(bool(ours.values[key] == theirs.values[key]) for key in ours.values)
-    )
+    if ours.elements.keys() != theirs.elements.keys() or ours.values.keys() != theirs.values.keys():
+        return False
+    return all(bool(ours.values[key] == theirs.values[key]) for key in ours.values)
 
 
 def _portion_state(
@@ -322,7 +308,7 @@ def _portion_state(
 ) -> dict[str, Any]:
     whole = _is_all(portion, master)
     # A shard of padding alone counts steps, too.
-    slots = list(_slots(master, portion)) or (master.layout.slots if whole else ())
+    slots = [piece.slot for piece in pieces_in(master, portion)] or (master.layout.slots if whole else ())
     state = states.get(prefix + slots[0].name) if slots else None
     if state is None:
         return {}
@@ -335,9 +321,8 @@ def _portion_state(
     return {**values, **elements}
 
 
-def _slots(master: MasterShard, portion: LocalShard) -> Iterator[ParamSlot]:
-    """Yields the parameters that a portion has elements of."""
+def pieces_in(master: MasterShard, portion: LocalShard) -> list[Piece]:
+    """The pieces of parameters that a portion of this rank's shard holds."""
     ranks = master.grid.shard
-    for piece in master.layout.pieces(ranks.rank, ranks.size):
-        if portion.start <= piece.shard_offset < portion.stop:
-            yield piece.slot
+    pieces = master.layout.pieces(ranks.rank, ranks.size)
+    return [piece for piece in pieces if portion.start <= piece.shard_offset < portion.stop]

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as classes
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -92,6 +93,13 @@ class _WeightsOnly:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
+
+
+def place_for(about: Any) -> Tensor | None:
+    """A place for a small value in a checkpoint: `dcp.load` fills a tensor, and replaces anything else."""
+    if not isinstance(about, TensorStorageMetadata):
+        return None
+    return torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
 
 
 def unpickled_metadata(data: bytes) -> Metadata:

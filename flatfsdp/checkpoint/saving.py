@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from flatfsdp.checkpoint.averages import sharded_average
-from flatfsdp.checkpoint.ema import EMA
+from flatfsdp.checkpoint.ema import EMA, sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, require_folder_first
-from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
+from flatfsdp.checkpoint.extra_state import modules as extra_state
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import begin, check_names, of_each_stage, raising_on_all, world_of
@@ -106,12 +105,12 @@ def sharded_training_state(
     goes_on = optimizer is not None or ema is not None
     if goes_on and any(group.master.is_average for _, group in named_groups(model)):
         raise RuntimeError(
-            "inside EMA.averaged() the model has the averaged weights, and a checkpoint from which training "
-            "goes on needs the trained ones: save it outside, or the model alone inside"
+            "inside EMA.averaged() the model has the averaged weights, and a checkpoint of a run needs the "
+            "trained ones: save it outside, or the model alone inside"
         )
     state: dict[str, Any] = {"model": sharded_state_dict(model)}
-    if extra_states := extra_state_dict(model):
-        state[SECTION] = extra_states
+    if extra_states := extra_state.packed_states(model):
+        state[extra_state.SECTION] = extra_states
     if ema is not None:
         state["ema"] = sharded_average(ema, ema.shards)
     if optimizer is None:

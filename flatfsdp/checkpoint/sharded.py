@@ -14,28 +14,19 @@ engine, or `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` can rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
-from flatfsdp.checkpoint.boxes import Box, boxes, boxes_of_part
+from flatfsdp.checkpoint.boxes import boxes_of_part
 from flatfsdp.checkpoint.local import persistent_buffers
-from flatfsdp.checkpoint.optimizer_state import (
-    described,
-    groups_by_name,
-    state_of_slot,
-    trained_masters,
-)
+from flatfsdp.checkpoint.optimizer_state import described, groups_by_name, state_of_portion, trained_masters
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
@@ -63,12 +54,8 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
         # A load in place may write to some ranks' shards only; yet all ranks must cast and gather again.
         group.master.count_load()
     settle(group for _, group in groups)
-    owners = owners_of(group.master for _, group in groups)
-    parameters = {
-        prefix + slot.name: sharded_slot(group.master, slot, group.master.flat.detach(), owners)
-        for prefix, group in groups
-        for slot in group.layout.slots
-    }
+    masters = [(prefix, group.master) for prefix, group in groups]
+    parameters = sharded_slots(masters, [master.flat.detach() for _, master in masters])
     buffers = (named for stage in stages_of(model) for named in persistent_buffers(stage))
     return {**parameters, **dict(buffers)}
 
@@ -89,11 +76,11 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
     states, owners = described(masters, optimizer).states, owners_of(master for _, master in masters)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:
-        for number, slot in enumerate(master.layout.slots):
-            described_slot = states.get(prefix + slot.name)
-            for key, dtype in described_slot.elements.items() if described_slot else ():
-                shard, first = state_of_slot(master, number, optimizer, key, dtype)
-                state[prefix + slot.name][key] = sharded_slot(master, slot, shard, owners, first)
+        for slot, portion in zip(master.layout.slots, master.per_slot(master.local_shards), strict=True):
+            name = prefix + slot.name
+            for key, dtype in states[name].elements.items() if name in states else ():
+                own = state_of_portion(portion, optimizer, key, dtype)
+                state[name][key] = sharded_slot(master, slot, own, owners, portion.start)
     return {
         "state": state,
         "param_groups": numbered(groups_by_name(optimizer, states)),
@@ -104,6 +91,21 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
 def numbered(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Makes a dict of the groups: torch.distributed.checkpoint takes some lists apart and not others."""
     return {str(index): group for index, group in enumerate(groups)}
+
+
+def sharded_slots(
+    masters: Sequence[tuple[str, MasterShard]], shards: Sequence[Tensor]
+) -> dict[str, Tensor | ShardedTensor]:
+    """The parameters of master shards by name, with values of `shards`, one a master shard, which they alias.
+
+    Collective, if the model is tensor-parallel.
+    """
+    owners = owners_of(master for _, master in masters)
+    return {
+        prefix + slot.name: sharded_slot(master, slot, shard, owners)
+        for (prefix, master), shard in zip(masters, shards, strict=True)
+        for slot in master.layout.slots
+    }
 
 
 Owners = Mapping[Grid, Sequence[Sequence[int]]]
@@ -129,7 +131,7 @@ def sharded_slot(
     """
     grid, length = master.grid, master.flat.numel()
     # A checkpoint cuts along dimensions, so there must be one.
-    shape = slot.whole_shape or (1,)
+    shape, shape_of_part = slot.whole_shape or (1,), slot.shape or (1,)
     tensor = ALONE if slot.partition is None else grid.tensor
     if grid.shard.size * tensor.size == 1 or slot.numel == 0:
         return shard[slot.offset - first : slot.end - first].view(shape)
@@ -139,23 +141,17 @@ def sharded_slot(
     for tensor_rank, ranks in enumerate(of_tensor_ranks):
         for rank in range(slot.offset // length, -(-slot.end // length)):
             is_own = (tensor_rank, rank) == (tensor.rank, grid.shard.rank)
-            for box in _boxes(slot, rank * length, (rank + 1) * length, tensor_rank, tensor.size):
+            low, high = (edge * length - slot.offset for edge in (rank, rank + 1))
+            start, stop = max(low, 0), min(high, slot.numel)
+            for box in boxes_of_part(shape_of_part, start, stop, slot.partition, tensor_rank, tensor.size):
                 place = f"rank:{ranks[rank]}/{master.flat.device}"
                 about = ShardMetadata(list(box.offsets), list(box.sizes), place)
                 everywhere.append(about)
                 if is_own:
-                    start = slot.offset + box.start - rank * length - first
-                    own.append(Shard(shard[start : start + box.numel].view(box.sizes), about))
+                    begin = box.start - low - first
+                    own.append(Shard(shard[begin : begin + box.numel].view(box.sizes), about))
     properties = TensorProperties(dtype=shard.dtype)
     whole = ShardedTensorMetadata(everywhere, torch.Size(shape), properties)
     # Tensor-parallel ranks and shards together have no group of their own; this one is not used for anything.
     group = dist.group.WORLD if tensor.size > 1 else grid.shard.group
     return ShardedTensor._init_from_local_shards_and_global_metadata(own, whole, group)
-
-
-def _boxes(slot: ParamSlot, low: int, high: int, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
-    """Boxes of the whole tensor that a tensor-parallel rank's elements [low, high) hold of a slot."""
-    start, stop = (min(max(edge - slot.offset, 0), slot.numel) for edge in (low, high))
-    if slot.partition is None:
-        return boxes(slot.shape or (1,), start, stop)
-    return boxes_of_part(slot.shape, start, stop, slot.partition, tensor_rank, tensor_size)

@@ -3,7 +3,7 @@
 In:   the plans and tensors of `dcp.save` or `dcp.async_save`.
 Out:  each rank's data file, named after the save; its digest travels to the coordinator with the results of
       the write.
-Next: `commit.py` makes a checkpoint of the files.
+Next: `manifest.py` makes a checkpoint of the files.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from flatfsdp.checkpoint.commit import commit, make_folder, sync_folder
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
+from flatfsdp.checkpoint.durable import make_folder, sync_folder
 from flatfsdp.checkpoint.errors import reason
-from flatfsdp.checkpoint.manifest import METADATA, FileRecord, data_prefix
+from flatfsdp.checkpoint.manifest import METADATA, FileRecord, commit, data_prefix
 from flatfsdp.comm.paths import local_path
 
 
@@ -106,7 +106,7 @@ class Writer(dcp.FileSystemWriter):
         self.save_id = uuid.uuid4().hex[:12]
         make_folder(Path(self.path))
         return [
-            replace(plan, storage_data=_Prefix(data_prefix(rank, self.save_id)))
+            replace(plan, storage_data=_StoragePrefix(data_prefix(rank, self.save_id)))
             for rank, plan in enumerate(plans)
         ]
 
@@ -126,11 +126,11 @@ class Writer(dcp.FileSystemWriter):
                 self._written += [file.path for file in files]
             sync_folder(Path(self.path))
             digests = {file.path.name: file.digest for file in files if file.digest is not None}
-        except BaseException:
+        except BaseException as error:
             self.discard()
-            refusal = next((file.error for file in files if file.error), None)
-            if refusal is not None:
-                # Drop torch's own error, which is about positions in an archive.
+            # Instead of torch's own error, which is about positions in an archive.
+            refusal = next((file.error for file in files if file.error), error)
+            if isinstance(refusal, OSError) and refusal.errno is not None:
                 raise OSError(refusal.errno, refusal.strerror, str(self.path)) from None
             raise
         finally:
@@ -162,12 +162,6 @@ class Writer(dcp.FileSystemWriter):
                 path.unlink(missing_ok=True)
 
 
-class _Prefix(NamedTuple):
-    """Beginning of a rank's data file names, up to their number."""
-
-    prefix: str
-
-
 @dataclass(frozen=True)
 class _DigestedResult(WriteResult):
     """A rank's first result, which also carries the digests of the files of all its results."""
@@ -191,11 +185,9 @@ class _DigestingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with DigestingFile(Path(path)) as file:
+        assert mode == "wb", mode
+        # The first error is the one that the save reports, also if this one cannot be closed afterwards.
+        with closing(DigestingFile(Path(path))) as file:
             self.files.append(file)
             yield cast(io.IOBase, file)
 
@@ -220,9 +212,8 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
             pickled(part, f"{what}[{key!r}]", weights_only)
         if isinstance(error, pickle.UnpicklingError):
             raise TypeError(
-                f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts, "
-                "and `load` would refuse that, because reading it could run code; save plain values, such as "
-                "its state_dict(), or leave it out"
+                f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts: "
+                "reading that could run code, so `load` would refuse it; save its state_dict(), or none of it"
             ) from None
         # Pickling runs methods of what is pickled, which raise what they like.
         raise TypeError(f"{what} cannot be saved: {reason(error)}") from None

@@ -7,21 +7,3 @@ modules.py              all modules of a model, for `saving.py` and `loading.py`
 A checkpoint holds only data that can be read without executing anything.  So the process that saves unpickles
 its own modules' pickles, and the process that loads makes them anew.
 """
-
-from flatfsdp.checkpoint.extra_state.modules import (
-    SECTION,
-    check_extra_fits,
-    extra_state_dict,
-    give_extra_state,
-    places_of_extra_state,
-    unpacked_extra_state,
-)
-
-__all__ = [
-    "SECTION",
-    "check_extra_fits",
-    "extra_state_dict",
-    "give_extra_state",
-    "places_of_extra_state",
-    "unpacked_extra_state",
-]

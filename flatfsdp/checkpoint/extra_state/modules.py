@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flatfsdp.checkpoint.extra_state import transformer_engine
-from flatfsdp.checkpoint.extra_state.packed import JSON, NO_RECORDS, Records, pack, unpack
+from flatfsdp.checkpoint.extra_state.packed import JSON, pack, unpack
+from flatfsdp.checkpoint.opening import OpenCheckpoint
+from flatfsdp.checkpoint.reader import place_for
 from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.contract.transparent import prefixed_modules
@@ -32,7 +33,7 @@ Packed = dict[str, Tensor]
 """One module's extra state; see `pack`."""
 
 
-def extra_state_dict(model: Model) -> dict[str, Packed]:
+def packed_states(model: Model) -> dict[str, Packed]:
     """Extra state to save, by the names of modules.  Collective over all ranks.
 
     Each module's state is returned on the first of the ranks that have the module.  If another rank has
@@ -54,9 +55,9 @@ def extra_state_dict(model: Model) -> dict[str, Packed]:
         others = [rank for rank in holders if digests[rank][name] != digests[world.rank][name]]
         if others:
             _logger.warning(
-                "%s: the extra state of rank %d is saved, and that of rank %d is another one; ranks that "
-                "resume will not have the bits of this run. Scales of FP8 are equal where amaxes are reduced "
-                "over all ranks (reduce_amax=True, amax_reduction_group)",
+                "%s: the extra state of rank %d is saved, and that of rank %d is another one: a run that "
+                "resumes has other bits. Scales of FP8 are equal where amaxes are reduced over all ranks "
+                "(reduce_amax=True, amax_reduction_group)",
                 name,
                 world.rank,
                 others[0],
@@ -64,7 +65,7 @@ def extra_state_dict(model: Model) -> dict[str, Packed]:
     return mine
 
 
-def check_extra_fits(metadata: Metadata, model: Model, accept: Collection[str]) -> None:
+def check_fits(opened: OpenCheckpoint, model: Model, accept: Collection[str]) -> None:
     """Compares the names of modules.  Collective over all ranks.
 
     A module whose state was not saved keeps its own, as it does before a first step.
@@ -73,29 +74,26 @@ def check_extra_fits(metadata: Metadata, model: Model, accept: Collection[str]) 
         ValueError: on every rank, if the checkpoint has the state of a module that no stage has, unless
             "surplus" is accepted.
     """
-    own = {
-        name for of_stage in of_each_stage([name for name, _ in _owners(model)], model) for name in of_stage
-    }
-    surplus = sorted(_saved(metadata).keys() - own)
+    own = set().union(*of_each_stage({name for name, _ in _owners(model)}, model))
+    surplus = sorted(places(opened).keys() - own)
     if surplus and "surplus" not in accept:
         raise ValueError(
-            f"the checkpoint has extra state of the module {surplus[0]!r}, and the model has no such module, "
-            "or one without; accept=('surplus',) leaves it out"
+            f"the checkpoint has extra state of the module {surplus[0]!r}, and the model has no such module "
+            "with one; accept=('surplus',) leaves it out"
         )
 
 
-def places_of_extra_state(metadata: Metadata) -> dict[str, Packed]:
+def places(opened: OpenCheckpoint) -> dict[str, Packed]:
     """Allocates tensors for all extra state in the checkpoint, on all ranks alike; they are small."""
-    return {
-        name: {
-            key: torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
-            for key, about in tensors.items()
-        }
-        for name, tensors in _saved(metadata).items()
-    }
+    found: dict[str, Packed] = {}
+    for path, about in opened.entries(SECTION).items():
+        place = place_for(about)
+        if len(path) == 2 and place is not None:
+            found.setdefault(path[0], {})[path[1]] = place
+    return {name: tensors for name, tensors in found.items() if JSON in tensors}
 
 
-def unpacked_extra_state(model: Model, read: Mapping[str, Packed]) -> dict[str, Any]:
+def unpacked(model: Model, read: Mapping[str, Packed]) -> dict[str, Any]:
     """Converts what was read to the values that this rank's modules take; changes nothing.
 
     Raises:
@@ -104,19 +102,20 @@ def unpacked_extra_state(model: Model, read: Mapping[str, Packed]) -> dict[str, 
     values = {}
     for name, module in _owners(model):
         if name in read:
+            seals = transformer_engine.seals(module)
             try:
-                value = unpack(read[name], _records(module))
+                value = unpack(read[name], transformer_engine.make if seals else None)
             except ValueError as error:
                 raise ValueError(f"the checkpoint's extra state of the module {name!r} has {error}") from None
-            values[name] = transformer_engine.sealed(value) if _is_sealed(module) else value
+            values[name] = transformer_engine.sealed(value) if seals else value
     return values
 
 
-def give_extra_state(model: Model, values: Mapping[str, Any]) -> None:
-    """Gives this rank's modules what `unpacked_extra_state` returns."""
+def give(model: Model, values: Mapping[str, Any]) -> None:
+    """Gives this rank's modules what `unpacked` returns."""
     for name, module in _owners(model):
         if name in values:
-            with transformer_engine.unpickling() if _is_sealed(module) else nullcontext():
+            with transformer_engine.unpickling() if transformer_engine.seals(module) else nullcontext():
                 module.set_extra_state(values[name])
 
 
@@ -133,23 +132,15 @@ def _owners(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 def _packed(name: str, module: nn.Module) -> Packed:
     value = module.get_extra_state()
-    if _is_sealed(module):
-        value = transformer_engine.opened(value)
     try:
-        return pack(value, _records(module))
+        if transformer_engine.seals(module):
+            return pack(transformer_engine.opened(value), transformer_engine.take_apart)
+        return pack(value)
     except TypeError as error:
         raise TypeError(
             f"the extra state of the module {name!r} ({type(module).__name__}) has {error}, and a checkpoint "
             "holds tensors, numbers, strings, lists, tuples and dicts: reading more could run code"
         ) from None
-
-
-def _is_sealed(module: nn.Module) -> bool:
-    return transformer_engine.is_of_transformer_engine(module)
-
-
-def _records(module: nn.Module) -> Records:
-    return transformer_engine.RECIPES if _is_sealed(module) else NO_RECORDS
 
 
 def _digest(packed: Packed) -> str:
@@ -158,13 +149,3 @@ def _digest(packed: Packed) -> str:
         found.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _saved(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """Tensors of extra state in the checkpoint, by module and key."""
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for flat_name, path in (metadata.planner_data or {}).items():
-        about = metadata.state_dict_metadata.get(flat_name)
-        if len(path) == 3 and path[0] == SECTION and isinstance(about, TensorStorageMetadata):
-            found.setdefault(path[1], {})[path[2]] = about
-    return {name: tensors for name, tensors in found.items() if JSON in tensors}

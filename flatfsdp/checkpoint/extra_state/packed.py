@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,51 +22,28 @@ JSON = "json"
 _PLAIN = (type(None), bool, int, float, str)
 
 
-class Record(NamedTuple):
-    """An object of another library by name, which `Records` can make again.
+TakeApart = Callable[[Any], tuple[str, dict[str, Any]] | None]
+"""Function that returns a record of an object of another library: the name of its class, and the arguments
+that make it; None for an object that is not known."""
 
-    Attributes:
-        kind: name of the class.
-        fields: what it is made of, by the names of its arguments.
-    """
-
-    kind: str
-    fields: dict[str, Any]
+Make = Callable[[str, dict[str, Any]], Any]
+"""Function that makes the object of a record; raises ValueError for one that is not known."""
 
 
-class Records(NamedTuple):
-    """Objects of another library as records.
-
-    Attributes:
-        take_apart: an object's record; None for an object that is not known.
-        make: the object of a record; raises ValueError for one that is not known.
-    """
-
-    take_apart: Callable[[Any], Record | None]
-    make: Callable[[Record], Any]
-
-
-def _none_known(record: Record) -> Any:
-    raise ValueError(f"an object of class {record.kind}, which is not known here")
-
-
-NO_RECORDS = Records(lambda value: None, _none_known)
-
-
-def pack(value: Any, records: Records = NO_RECORDS) -> dict[str, Tensor]:
-    """The tensors that stand for a value, by key.
+def pack(value: Any, take_apart: TakeApart | None = None) -> dict[str, Tensor]:
+    """The tensors that stand for a value, by key; with `take_apart` also objects that it knows.
 
     Raises:
         TypeError: for anything else than numbers, strings, tensors, lists, tuples, dicts and records.
     """
     tensors: dict[str, Tensor] = {}
-    text = json.dumps(_packed(value, tensors, records))
+    text = json.dumps(_packed(value, tensors, take_apart))
     return {JSON: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), **tensors}
 
 
-def _packed(value: Any, tensors: dict[str, Tensor], records: Records) -> Any:
+def _packed(value: Any, tensors: dict[str, Tensor], take_apart: TakeApart | None) -> Any:
     def inner(each: Any) -> Any:
-        return _packed(each, tensors, records)
+        return _packed(each, tensors, take_apart)
 
     if isinstance(value, Tensor):
         key = str(len(tensors))
@@ -79,42 +56,42 @@ def _packed(value: Any, tensors: dict[str, Tensor], records: Records) -> Any:
         return {type(value).__name__: [inner(each) for each in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: inner(each) for key, each in value.items()}}
-    record = records.take_apart(value)
+    record = take_apart(value) if take_apart is not None else None
     if record is None:
         raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
-    return {"record": [record.kind, {key: inner(each) for key, each in record.fields.items()}]}
+    name, fields = record
+    return {"record": [name, {key: inner(each) for key, each in fields.items()}]}
 
 
-def unpack(tensors: Mapping[str, Tensor], records: Records = NO_RECORDS) -> Any:
+def unpack(tensors: Mapping[str, Tensor], make: Make | None = None) -> Any:
     """The value that these tensors stand for.
 
     Raises:
         ValueError: if they are not what `pack` returns.
     """
     try:
-        return _unpacked(json.loads(tensors[JSON].numpy().tobytes()), tensors, records)
+        return _unpacked(json.loads(tensors[JSON].numpy().tobytes()), tensors, make)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"something that no save has written: {type(error).__name__}: {error}") from None
 
 
-def _unpacked(value: Any, tensors: Mapping[str, Tensor], records: Records) -> Any:
+def _unpacked(value: Any, tensors: Mapping[str, Tensor], make: Make | None) -> Any:
     def inner(each: Any) -> Any:
-        return _unpacked(each, tensors, records)
+        return _unpacked(each, tensors, make)
 
     if type(value) in _PLAIN:
         return value
-    kind: str = ""
-    content: Any = None
-    if isinstance(value, dict) and len(value) == 1:
-        ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind in ("list", "tuple"):
-        parts = [inner(each) for each in content]
-        return parts if kind == "list" else tuple(parts)
-    if kind == "dict":
-        return {key: inner(each) for key, each in content.items()}
-    if kind == "record":
-        name, fields = content
-        return records.make(Record(name, {key: inner(each) for key, each in fields.items()}))
+    match [*value.items()] if isinstance(value, dict) else None:
+        case [("tensor", key)]:
+            return tensors[key]
+        case [("list", parts)]:
+            return [inner(each) for each in parts]
+        case [("tuple", parts)]:
+            return tuple(inner(each) for each in parts)
+        case [("dict", parts)]:
+            return {key: inner(each) for key, each in parts.items()}
+        case [("record", [str(name), fields])]:
+            if make is None:
+                raise ValueError(f"an object of class {name}, which is not known here")
+            return make(name, {key: inner(each) for key, each in fields.items()})
     raise ValueError(f"a value of an unknown kind: {value!r:.60}")

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.checkpoint.extra_state.packed import Record, Records
-
 _RECIPES = "transformer_engine.common.recipe"
 _MAY_UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
-def is_of_transformer_engine(module: nn.Module) -> bool:
+def seals(module: nn.Module) -> bool:
     """Whether the module's extra state is Transformer Engine's."""
     return any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
 
@@ -56,28 +54,25 @@ def unpickling() -> Iterator[None]:
             os.environ[_MAY_UNPICKLE] = before
 
 
-def _take_apart(value: Any) -> Record | None:
+def take_apart(value: Any) -> tuple[str, dict[str, Any]] | None:
     """Makes a record of a recipe, or a part of one: dataclasses and enumerations of one module."""
     if type(value).__module__ != _RECIPES:
         return None
     if isinstance(value, Enum):
-        return Record(type(value).__name__, {"name": value.name})
+        return type(value).__name__, {"name": value.name}
     if not dataclasses.is_dataclass(value):
         return None
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    return Record(type(value).__name__, fields)
+    return type(value).__name__, fields
 
 
-def _make(record: Record) -> Any:
-    known = vars(importlib.import_module(_RECIPES)).get(record.kind)
+def make(name: str, fields: dict[str, Any]) -> Any:
+    """Makes a recipe, or a part of one, of its record; nothing else is built from a checkpoint's contents."""
+    known = vars(importlib.import_module(_RECIPES)).get(name)
     if not isinstance(known, type) or known.__module__ != _RECIPES:
-        raise ValueError(f"a {record.kind}, which this version of Transformer Engine does not have")
+        raise ValueError(f"a {name}, which this version of Transformer Engine does not have")
     if issubclass(known, Enum):
-        return known[record.fields["name"]]
+        return known[fields["name"]]
     if not dataclasses.is_dataclass(known):
-        raise ValueError(f"a {record.kind}, which is no recipe of Transformer Engine")
-    return known(**record.fields)
-
-
-RECIPES = Records(_take_apart, _make)
-"""Transformer Engine's recipes that a checkpoint may name; nothing else is built from its contents."""
+        raise ValueError(f"a {name}, which is no recipe of Transformer Engine")
+    return known(**fields)

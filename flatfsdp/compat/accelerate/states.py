@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from flatfsdp.checkpoint.commit import make_folder, sync_folder
+from flatfsdp.checkpoint.durable import make_folder, sync_folder
 from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.whole.units import named_groups
 

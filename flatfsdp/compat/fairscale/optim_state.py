@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
-from flatfsdp.checkpoint.full_optimizer import described_whole
+from flatfsdp.checkpoint.full import described_whole
 from flatfsdp.engine.guards.optimizers import PART
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import UnitModule, distinct_units, named_groups

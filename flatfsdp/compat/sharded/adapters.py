@@ -82,9 +82,9 @@ def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
             parameter.requires_grad_(trains)
         if changed and torch.is_grad_enabled() and not kwargs.get("inference_mode"):
             raise RuntimeError(
-                f"set_adapter of a {type(module).__name__} that is sharded would change which adapters are "
-                "trained, and parameters of a unit are frozen together; call it before flatfsdp.shard, or "
-                "with inference_mode=True or inside torch.no_grad(), which leave that as it is"
+                f"set_adapter of a sharded {type(module).__name__} would change which adapters are trained, "
+                "and a unit is frozen as a whole; call it before flatfsdp.shard, or with inference_mode=True "
+                "or inside torch.no_grad(), which leave that as it is"
             )
         return result
 

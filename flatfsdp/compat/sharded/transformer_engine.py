@@ -40,22 +40,18 @@ def _note_dtype(module: Any, inp: Tensor) -> None:
     module.fast_setattr("activation_dtype", inp.dtype)
 
 
-class QuantizersOfWeights:
+def _quantizers_of_weights(module: Any, unit: Unit) -> list[Any]:
     """In the place of a module's `_get_weight_quantizers`: tells the unit what they make.
 
     What they make again in the backward has the scale of its forward: delayed scaling's moves on between.
+
+    Returns:
+        The quantizers of one forward, or None where a weight is not quantized.
     """
-
-    def __init__(self, module: Any, unit: Unit) -> None:
-        self._module, self._unit = module, unit
-
-    def __call__(self) -> list[Any]:
-        """The quantizers of one forward, or None where a weight is not quantized."""
-        quantizers = type(self._module)._get_weight_quantizers(self._module)
-        unit = self._unit
-        if not unit.policy.reshard_after_forward:
-            return list(quantizers)
-        return [None if each is None else _own(each, unit) for each in quantizers]
+    quantizers = type(module)._get_weight_quantizers(module)
+    if not unit.policy.reshard_after_forward:
+        return list(quantizers)
+    return [None if each is None else _own(each, unit) for each in quantizers]
 
 
 def _own(quantizer: Any, unit: Unit) -> Any:
@@ -100,6 +96,6 @@ def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
 def adapt(module: nn.Module, unit: Unit) -> None:
     """Lets a module of Transformer Engine compute in a unit, which frees what it makes of weights, too."""
     if hasattr(module, "_get_weight_quantizers"):
-        vars(module)["_get_weight_quantizers"] = QuantizersOfWeights(module, unit)
+        vars(module)["_get_weight_quantizers"] = partial(_quantizers_of_weights, module, unit)
     if hasattr(module, "set_activation_dtype"):
         vars(module)["set_activation_dtype"] = partial(_note_dtype, module)

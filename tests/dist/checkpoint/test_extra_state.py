@@ -212,7 +212,7 @@ def test_values_come_back_as_they_were() -> None:
     assert torch.equal(back.pop("d"), value.pop("d")) and back == value
     with transformer_engine():
         recipe = DelayedScaling(margin=1, fp8_format=Format.E4M3)
-        found = unpack(pack({"recipe": recipe}, adapter.RECIPES), adapter.RECIPES)
+        found = unpack(pack({"recipe": recipe}, adapter.take_apart), adapter.make)
         assert found["recipe"] == recipe and found["recipe"].fp8_format is Format.E4M3
     tensor = torch.ones(2)
     packed = pack(tensor)

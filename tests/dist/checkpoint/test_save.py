@@ -18,7 +18,8 @@ from torch import nn
 
 from flatfsdp import checkpoint, shard
 from flatfsdp.checkpoint import CheckpointError, Writer
-from flatfsdp.checkpoint.opening import read_folder
+from flatfsdp.checkpoint.opening import open_checkpoint
+from flatfsdp.comm.ranks import ALONE
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
 
@@ -153,7 +154,7 @@ def test_metadata_is_torchs_own_and_names_the_save(tmp_path: Path) -> None:
     for _ in range(2):
         dcp.save({"model": checkpoint.sharded_state_dict(run.model)}, storage_writer=writer)
         dist.barrier()
-        opened = read_folder(tmp_path)
+        opened = open_checkpoint(tmp_path, ALONE, torch.device("cpu"))
         assert opened.manifest is not None and opened.metadata.storage_meta is not None
         assert opened.metadata.storage_meta.save_id == opened.manifest.save_id
         ids.append(opened.manifest.save_id)

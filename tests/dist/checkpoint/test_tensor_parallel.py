@@ -88,7 +88,7 @@ def test_any_other_arrangement_reads_the_same_bits(
     local = checkpoint.consolidate(*zip(*files, strict=True))
     assert local.keys() == saved["model"].keys()
     assert all(torch.equal(local[name], value) for name, value in saved["model"].items())
-    with pytest.raises(ValueError, match="flat_param: tensor-parallel rank 1 is missing"):
+    with pytest.raises(ValueError, match="flat_param: shard 0 of 2 of tensor-parallel rank 1 is missing"):
         checkpoint.consolidate(*zip(*files[::2], strict=True))
     dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")

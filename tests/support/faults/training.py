@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint
 from flatfsdp.checkpoint.manifest import METADATA
-from flatfsdp.checkpoint.opening import read_folder
+from flatfsdp.checkpoint.opening import open_checkpoint
+from flatfsdp.comm.ranks import ALONE
 from tests.support.checkpoints import full_state
 
 
@@ -66,7 +67,7 @@ def _add(hashed: Any, value: Any) -> None:
 
 def left_behind(folder: Path) -> list[str]:
     """What is in a checkpoint's folder and does not belong to the checkpoint."""
-    manifest = read_folder(folder).manifest
+    manifest = open_checkpoint(folder, ALONE, torch.device("cpu")).manifest
     assert manifest is not None
     return sorted(set(os.listdir(folder)) - set(manifest.files) - {manifest.name, METADATA})
 

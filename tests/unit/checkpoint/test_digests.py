@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_digest_does_not_depend_on_the_way_of_writing(
     monkeypatch.setattr(digests, "THREADS", threads)
     chance = random.Random(size)
     data = chance.randbytes(size)
-    with DigestingFile(tmp_path / "file") as file:
+    with closing(DigestingFile(tmp_path / "file")) as file:
         start = 0
         while start < size:
             length = chance.choice([1, 39, 50, 100, 450])
@@ -38,7 +39,7 @@ def test_a_digest_does_not_depend_on_the_way_of_writing(
 
 def test_a_view_may_change_after_it_was_written(tmp_path: Path) -> None:
     values: Tensor = arange(3 * digests.PIECE // 8)
-    with DigestingFile(tmp_path / "file") as file:
+    with closing(DigestingFile(tmp_path / "file")) as file:
         file.write(memoryview(values.numpy()))
         values.zero_()
     assert file.digest == digest_of((tmp_path / "file").read_bytes())

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from flatfsdp.compat.transformers.files.folder import Stored
@@ -21,36 +21,37 @@ from flatfsdp.compat.transformers.files.folder import Stored
 Values = dict[str, Tensor]
 
 
+@dataclass
 class Converted:
     """Tensors of a folder that together become one or several parameters.
 
     Attributes:
-        shapes: shapes of these parameters, by name.
+        base: the model of transformers.
+        target: name that transformers' converter gives the result.
+        converter: one of its rules.
+        sources: pattern, name and place of each tensor, in transformers' order of names.
     """
 
-    def __init__(self, base: Any, target: str, converter: Any) -> None:
-        self._base, self._target, self._converter = base, target, converter
-        self._sources: list[tuple[str, str, Stored]] = []
-        self.shapes: dict[str, tuple[int, ...]] = {}
+    base: Any
+    target: str
+    converter: Any
+    sources: list[tuple[str, str, Stored]] = field(default_factory=list)
 
-    def add(self, pattern: str, key: str, stored: Stored) -> None:
-        """Adds one tensor, in transformers' order of keys."""
-        self._sources.append((pattern, key, stored))
-
-    def check(self) -> None:
-        """Computes the shapes without reading values."""
-        self.shapes = {name: tuple(value.shape) for name, value in self._convert(_described).items()}
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters by name, computed without reading values."""
+        return {name: tuple(value.shape) for name, value in self._convert(Stored.without_values).items()}
 
     def values(self) -> Values:
         """Computes the parameters, whole, in CPU memory."""
         return self._convert(Stored.read)
 
     def _convert(self, read: Callable[[Stored], Tensor]) -> Values:
-        converter = copy.deepcopy(self._converter)
-        for pattern, key, stored in self._sources:
-            converter.add_tensor(self._target, key, pattern, partial(read, stored))
-        found = converter.convert(self._target, model=self._base, config=self._base.config)
-        return {name: _only(value) for name, value in found.items()}
+        converter = copy.deepcopy(self.converter)
+        for pattern, key, stored in self.sources:
+            converter.add_tensor(self.target, key, pattern, partial(read, stored))
+        found = converter.convert(self.target, model=self.base, config=self.base.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
 class Arranged(NamedTuple):
@@ -99,7 +100,7 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
             as_they_are[name] = stored[key]
         else:
             group = converted.setdefault(name, Converted(base, name, by_pattern[pattern]))
-            group.add(pattern, key, stored[key])
+            group.sources.append((pattern, key, stored[key]))
     # Older versions do not record which rules were used.
     used = [rule for rule in rules if not hasattr(rule, "was_used") or rule.was_used()]
     return Arranged(as_they_are, list(converted.values()), used)
@@ -110,13 +111,4 @@ def reverted(base: Any, values: Values) -> Values:
     from transformers.core_model_loading import revert_weight_conversion
 
     found: Values = revert_weight_conversion(base, values)
-    return found
-
-
-def _described(stored: Stored) -> Tensor:
-    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
-
-def _only(value: Any) -> Tensor:
-    found: Tensor = value[0] if isinstance(value, list) else value
     return found

@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.comm.paths import path_of_all_ranks
-from flatfsdp.compat.transformers.files.conversions import Converted, arranged
+from flatfsdp.compat.transformers.files.conversions import arranged
 from flatfsdp.compat.transformers.files.folder import Stored, stored_in
 from flatfsdp.compat.transformers.files.names import FileNames, FileParameter
 from flatfsdp.compat.transformers.files.together import begin_together, raising_together
@@ -63,13 +63,6 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
         group.master.loaded()
 
 
-class _Copy(NamedTuple):
-    """A tensor of the folder, and its destination."""
-
-    stored: Stored
-    parameter: FileParameter
-
-
 class _Plan:
     """What is read, and where it goes.
 
@@ -80,36 +73,42 @@ class _Plan:
 
     def __init__(self, names: FileNames, folder: Path) -> None:
         self._names = names
-        known = {name: parameter for parameter in names.parameters for name in parameter.names}
-        stored, self._converted, self._rules = arranged(
-            names.base, stored_in(folder), [*known, *names.buffers]
-        )
-        made = {name: each for each in self._converted for name in _shapes_of(each)}
-        self._targets = known
+        self._targets = {name: parameter for parameter in names.parameters for name in parameter.names}
+        own = {name: tuple(parameter.slot.whole_shape) for name, parameter in self._targets.items()}
+        own |= {name: tuple(buffer.shape) for name, buffer in names.buffers.items()}
+        stored, self._converted, self._rules = arranged(names.base, stored_in(folder), own)
+        found = {name: each.shape for name, each in stored.items()}
+        for converted in self._converted:
+            found |= converted.shapes
         self._buffers = {name: stored[name] for name in names.buffers if name in stored}
-        self._copies: list[_Copy] = []
-        missing, shapes = [], []
+        self._copies: list[tuple[Stored, FileParameter]] = []
+        missing = [*(names.buffers.keys() - stored.keys())]
         for parameter in names.parameters:
             here = [name for name in parameter.names if name in stored]
-            if not here and not any(name in made for name in parameter.names):
-                missing.append(parameter.names[0])
             if here:
-                self._copies.append(_Copy(stored[here[0]], parameter))
-            self._require_equal(here, stored, parameter)
-        missing += names.buffers.keys() - stored.keys()
-        found = {name: each.shape for name, each in stored.items()}
-        found |= {name: each.shapes[name] for name, each in made.items()}
-        for name, shape in found.items():
-            own = _own_shape(names, known, name)
-            if own is not None and shape != own:
-                shapes.append(f"{name} ({shape}, here {own})")
-        unexpected = found.keys() - known.keys() - names.buffers.keys()
-        _raise_if(
-            folder,
-            _but(missing, names.base._keys_to_ignore_on_load_missing),
-            _but(unexpected, [*(names.base._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]),
-            shapes,
-        )
+                self._copies.append((stored[here[0]], parameter))
+            elif found.keys().isdisjoint(parameter.names):
+                missing.append(parameter.names[0])
+            for name in here[1:]:
+                if not stored[here[0]].equals(stored[name]):
+                    raise ValueError(
+                        f"{here[0]} and {name} are one parameter in the model, and have different values in "
+                        "the folder; build the model with tie_word_embeddings=False"
+                    )
+        shapes = [
+            f"{name} ({shape}, here {own[name]})"
+            for name, shape in found.items()
+            if name in own and shape != own[name]
+        ]
+        old = [*(names.base._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]
+        told = {
+            "missing": _but(missing, names.base._keys_to_ignore_on_load_missing),
+            "unexpected": _but(found.keys() - own.keys(), old),
+            "of another shape": shapes,
+        }
+        parts = [f"{what}: {_listed(each)}" for what, each in told.items() if each]
+        if parts:
+            raise ValueError(f"{folder} is not of this model; {'; '.join(parts)}")
 
     def carry_out(self) -> None:
         """Reads all tensors into the model."""
@@ -128,37 +127,6 @@ class _Plan:
         # transformers reads this when the model is saved.
         self._names.base._weight_conversions = self._rules
 
-    @staticmethod
-    def _require_equal(names: list[str], stored: dict[str, Stored], parameter: FileParameter) -> None:
-        """Raises ValueError if a folder has different values for names that are one parameter here."""
-        for name in names[1:]:
-            if not _are_equal(stored[names[0]], stored[name]):
-                raise ValueError(
-                    f"{names[0]} and {name} are one parameter in the model, and have different values in the "
-                    "folder; build the model with tie_word_embeddings=False"
-                )
-
-
-def _are_equal(one: Stored, other: Stored) -> bool:
-    """Compares row by row, so that nothing is whole in memory."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    first, second = one.file.get_slice(one.key), other.file.get_slice(other.key)
-    rows = range(0, one.shape[0], 256)
-    return all(torch.equal(first[row : row + 256], second[row : row + 256]) for row in rows)
-
-
-def _shapes_of(converted: Converted) -> Iterable[str]:
-    converted.check()
-    return converted.shapes
-
-
-def _own_shape(names: FileNames, known: dict[str, FileParameter], name: str) -> tuple[int, ...] | None:
-    if name in known:
-        return tuple(known[name].slot.whole_shape)
-    buffer: Tensor | None = names.buffers.get(name)
-    return None if buffer is None else tuple(buffer.shape)
-
 
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files contain and transformers now computes."""
@@ -167,13 +135,6 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 def _but(names: Iterable[str], patterns: Any) -> list[str]:
     """Names that match none of these regular expressions."""
     return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns or ()))
-
-
-def _raise_if(folder: Path, missing: list[str], unexpected: list[str], shapes: list[str]) -> None:
-    told = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
-    parts = [f"{what}: {_listed(names)}" for what, names in told.items() if names]
-    if parts:
-        raise ValueError(f"{folder} is not of this model; {'; '.join(parts)}")
 
 
 def _listed(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import innermost
-from flatfsdp.contract.transparent import prefixed_modules
+from flatfsdp.contract.transparent import prefixed_modules, unwrapped
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.whole.units import keys_of_slots
 from flatfsdp.flat.layout import ParamSlot
@@ -48,10 +48,11 @@ class FileNames:
 
     def __init__(self, model: nn.Module) -> None:
         prefix, self.base = _base_of(model)
-        prefixes = _prefixes_in_files(model, prefix)
+        prefixes = dict(_prefixes_in_files(self.base, prefix))
         self.parameters = []
         for (group, slot), keys in keys_of_slots(model).items():
-            names = tuple(dict.fromkeys(_renamed(keys, prefixes)))
+            split = ((key[: key.rfind(".") + 1], key.rpartition(".")[2]) for key in keys)
+            names = tuple(dict.fromkeys(prefixes[own] + name for own, name in split if own in prefixes))
             if names:
                 self.parameters.append(FileParameter(group, slot, names))
         self.buffers: dict[str, Tensor] = {}
@@ -72,43 +73,24 @@ def _base_of(model: Any) -> tuple[str, Any]:
     raise TypeError(f"{type(model).__name__} is neither a model of transformers nor PEFT's around one")
 
 
-def _prefixes_in_files(model: nn.Module, base: str) -> dict[str, str]:
-    """The prefix in files of each module of the base model, by its prefix in the model."""
-    found: dict[str, str] = {}
-    owners: dict[str, nn.Module] = {}
-    for prefix, module in prefixed_modules(model):
-        if not prefix.startswith(base):
-            continue
-        owners[prefix] = module
-        if prefix == base:
-            found[prefix] = ""
-            continue
-        parent, _, name = prefix[:-1].rpartition(".")
-        parent = f"{parent}." if parent else ""
-        if parent not in found:
-            continue
-        own = owners[parent]._modules
-        if "base_layer" in own or "original_module" in own:
-            # In a layer of PEFT, the original module and what is trained in its place share its name in
-            # files.
-            if name in ("base_layer", "original_module", "modules_to_save"):
-                found[prefix] = found[parent]
-        elif isinstance(owners[parent], nn.ModuleDict) and _is_trained_whole(owners, parent):
-            found[prefix] = found[parent]
-        else:
-            found[prefix] = f"{found[parent]}{name}."
-    return found
+def _prefixes_in_files(
+    module: nn.Module, own: str, in_files: str = "", *, shares: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yields the prefixes of a module and all below it, in the model and in files.
 
-
-def _is_trained_whole(owners: dict[str, nn.Module], prefix: str) -> bool:
-    """Whether the module at `prefix` holds what PEFT trains in place of a module."""
-    above = prefix[:-1].rpartition(".")[0]
-    return prefix.endswith("modules_to_save.") and "original_module" in owners[f"{above}."]._modules
-
-
-def _renamed(keys: list[str], prefixes: dict[str, str]) -> Iterator[str]:
-    for key in keys:
-        prefix, _, name = key.rpartition(".")
-        prefix = f"{prefix}." if prefix else ""
-        if prefix in prefixes:
-            yield prefixes[prefix] + name
+    Args:
+        module: the base model, or a module inside it.
+        own: its prefix in the model.
+        in_files: its prefix in files.
+        shares: whether the modules below have that prefix, too.
+    """
+    yield own, in_files
+    children = unwrapped(module)._modules
+    is_adapted = "base_layer" in children or "original_module" in children
+    for name, child in children.items():
+        # In a layer of PEFT, the original module and what is trained in its place share its name in files.
+        is_same = shares or (is_adapted and name in ("base_layer", "original_module", "modules_to_save"))
+        if child is not None and (is_same or not is_adapted):
+            inner = in_files if is_same else f"{in_files}{name}."
+            is_list = "original_module" in children and name == "modules_to_save"
+            yield from _prefixes_in_files(child, f"{own}{name}.", inner, shares=is_list)

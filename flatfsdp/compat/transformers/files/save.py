@@ -3,13 +3,16 @@
 In:   a sharded model.
 Out:  safetensors files of bounded size, their index, and the configurations.
 Next: `folder.py` writes them, and moves them into place at the end.
+
+torch.distributed.checkpoint's `HuggingFaceStorageWriter` does not fit: it writes one box of a tensor a rank,
+where our shards have several, holds each rank's part twice, has the first rank read all of it again to join
+it, and writes over the earlier model's files.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +87,7 @@ def save_hf(
             del full
         with raising_together(state):
             if files is not None:
-                files.write(contents.buffers())
+                files.write(contents.buffers)
                 _save_configurations(contents.base, files.place, contents.dtype)
                 files.commit()
     except BaseException:
@@ -98,6 +101,7 @@ class _Contents:
 
     Attributes:
         base: the model of transformers.
+        buffers: the buffers to write.
         dtype: dtype of floating-point parameters.
 
     Raises:
@@ -107,13 +111,15 @@ class _Contents:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         names = FileNames(model)
         self.base = names.base
-        ignored = names.base._keys_to_ignore_on_save or ()
-        self._buffers = {name: value for name, value in names.buffers.items() if name not in ignored}
-        self._names: dict[FlatGroup, dict[ParamSlot, list[str]]] = {}
+        ignored, tied = self.base._keys_to_ignore_on_save or (), self.base.all_tied_weights_keys
+        self.buffers = {name: value for name, value in names.buffers.items() if name not in ignored}
+        self._slots: dict[FlatGroup, dict[str, ParamSlot]] = {}
         for group, slot, own in names.parameters:
-            written = [name for name in _written(own, names.base) if name not in ignored]
-            self._names.setdefault(group, {})[slot] = written
-        dtypes = {group.master.flat.dtype for group in self._names}
+            # Under the names that transformers does not tie to another.
+            written = [name for name in own if name not in tied] or own[:1]
+            of_group = self._slots.setdefault(group, {})
+            of_group.update({name: slot for name in written if name not in ignored})
+        dtypes = {group.master.flat.dtype for group in self._slots}
         self.dtype = max(dtypes, key=lambda each: each.itemsize) if dtype is None else dtype
 
     def layout(self) -> Values:
@@ -124,8 +130,8 @@ class _Contents:
         """
         plain: Values = {}
         found: Values = {}
-        for slots in self._names.values():
-            own = self._named(slots, lambda slot: torch.empty(slot.whole_shape, device="meta"))
+        for slots in self._slots.values():
+            own = {name: torch.empty(slot.whole_shape, device="meta") for name, slot in slots.items()}
             plain |= own
             found |= reverted(self.base, own)
         shapes = {name: value.shape for name, value in found.items()}
@@ -137,7 +143,7 @@ class _Contents:
                 "module around them"
             )
         sizes = {name: torch.empty(shape, dtype=self.dtype, device="meta") for name, shape in shapes.items()}
-        return sizes | {name: value.to("meta") for name, value in self._buffers.items()}
+        return sizes | {name: value.to("meta") for name, value in self.buffers.items()}
 
     def of_group(self, group: FlatGroup, full: Tensor) -> Values:
         """The tensors of one unit.
@@ -146,23 +152,8 @@ class _Contents:
             group: the unit's group.
             full: its whole padded buffer.
         """
-        slots = group.layout.slots
-        views = dict(zip(slots, group.layout.views(full), strict=True))
-        return reverted(self.base, self._named(self._names.get(group, {}), views.__getitem__))
-
-    def buffers(self) -> Values:
-        """The buffers to write."""
-        return self._buffers
-
-    @staticmethod
-    def _named(slots: Mapping[ParamSlot, Iterable[str]], value_of: Callable[[ParamSlot], Tensor]) -> Values:
-        return {name: value_of(slot) for slot, names in slots.items() for name in names}
-
-
-def _written(names: Sequence[str], base: Any) -> Sequence[str]:
-    """The names under which a parameter is written: those that transformers does not tie to another."""
-    tied = base.all_tied_weights_keys
-    return [name for name in names if name not in tied] or names[:1]
+        views = dict(zip(group.layout.slots, group.layout.views(full), strict=True))
+        return reverted(self.base, {name: views[slot] for name, slot in self._slots.get(group, {}).items()})
 
 
 def _new_files(folder: Path, layout: Values, max_shard_size: int | str) -> NewFiles:
