@@ -53,7 +53,7 @@ def commit(
     places = {name: temporary if name == METADATA else folder / name for name in contents}
     try:
         for name, data in contents.items():
-            _write(places[name], data)
+            write_file(places[name], data)
         sync_folder(folder)
         os.replace(temporary, folder / METADATA)
     except BaseException:
@@ -109,7 +109,8 @@ def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) 
             raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file, and flushes it to disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
