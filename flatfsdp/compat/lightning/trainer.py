@@ -177,8 +177,8 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
-            count = len(self.optimizers)
-            raise NotImplementedError(f"{count} optimizers, not one; make it of several parameter groups")
+            found = f"{len(self.optimizers)} optimizers, and a checkpoint holds one"
+            raise NotImplementedError(f"configure_optimizers made {found}; take several parameter groups")
         for optimizer in self.optimizers:
             require_current(optimizer, "make it after the model is sharded, in configure_optimizers")
 

@@ -37,12 +37,8 @@ def install() -> None:
     Raises:
         RuntimeError: if this version of PyTorch lacks one of them.
     """
-    for ours in (
-        _get_model_state_dict,
-        _get_optim_state_dict,
-        _load_model_state_dict,
-        _load_optim_state_dict,
-    ):
+    getters: list[Any] = [_get_model_state_dict, _get_optim_state_dict]
+    for ours in (*getters, _load_model_state_dict, _load_optim_state_dict):
         name = ours.__name__
         if not hasattr(torchs, name):
             cause = f"torch {torch.__version__} has no torch.distributed.checkpoint.state_dict.{name}"

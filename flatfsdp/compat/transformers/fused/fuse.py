@@ -27,12 +27,7 @@ from flatfsdp.compat.transformers.fused.layer import FusedLayer
 from flatfsdp.compat.transformers.fused.mlp import FusedMLP
 from flatfsdp.compat.transformers.fused.model import FusedModel
 from flatfsdp.compat.transformers.fused.probe import differing
-from flatfsdp.compat.transformers.fused.small import (
-    FusedEmbedding,
-    FusedNorm,
-    FusedRotary,
-    is_whole_layer_norm,
-)
+from flatfsdp.compat.transformers.fused.small import FusedEmbedding, FusedNorm, FusedRotary, is_layer_norm
 from flatfsdp.contract.claimed import is_owned, is_unit
 from flatfsdp.matmul.linear_map import FuseWgrad
 
@@ -166,7 +161,7 @@ def _halves(layer: Any, family: Family) -> Iterator[_Found]:
         yield _Found(mlp, "mlp", family)
     if not family.norm:
         for norm in (getattr(layer, name) for name in family.norms_at):
-            if is_whole_layer_norm(norm):
+            if is_layer_norm(norm):
                 yield _Found(norm, "norm", family)
 
 

@@ -15,19 +15,27 @@ from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.fused.why_not import (
-    NOT_SIDE_BY_SIDE,
-    Checked,
-    different,
-    facts_of,
-    no_dropout,
-    no_linear,
-    skipping,
-)
+from flatfsdp.compat.transformers.fused.why_not import different, facts_of, no_dropout, no_linear, skipping
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.packed import Pack, packed_tensor
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
+
+
+class Checked(NamedTuple):
+    """The findings for one state of the inner modules.
+
+    Attributes:
+        facts: that state.
+        reason: why the part is left to transformers, or None.
+        packs: the packed operands.
+        has_last: whether the last projection is fused, too, or called as a module.
+    """
+
+    facts: list[Any]
+    reason: str | None
+    packs: tuple[Pack, ...]
+    has_last: bool = True
 
 
 class HalfMaps(NamedTuple):
@@ -96,7 +104,10 @@ class FusedHalf(FusedPart, MatmulLayer):
             return checked.reason
         operands = _operands_of(self, checked.packs)
         if operands is None:
-            return f"{', '.join(self._first_names())} {NOT_SIDE_BY_SIDE}"
+            return (
+                f"{', '.join(self._first_names())} have no common place in a flat buffer: they are in "
+                "several units, frozen and trained, of several dtypes, or of sizes no multiples of 16"
+            )
         name, last = self.linear_maps
         second, transposed = self._second(), self._family.transposed
         return HalfMaps(
