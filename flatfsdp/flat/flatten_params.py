@@ -335,10 +335,8 @@ class _FlatViews(torch.autograd.Function):
         cursor = 0
         for slot, grad in zip(ctx.layout.slots, grads, strict=True):
             if grad.layout is not torch.strided:
-                raise TypeError(
-                    f"parameter {slot.name} got a {grad.layout} gradient; flat parameters are dense, so "
-                    "build the layer without sparse gradients (nn.Embedding(sparse=False))"
-                )
+                way_out = "build the layer without sparse gradients (nn.Embedding(sparse=False))"
+                raise TypeError(f"parameter {slot.name} got a {grad.layout} gradient; {way_out}")
             parts += [grad.new_zeros(slot.offset - cursor), grad.reshape(-1)]
             cursor = slot.end
         return torch.cat([*parts, grads[0].new_zeros(ctx.numel - cursor)]), None
@@ -362,7 +360,7 @@ def _groups(
         for parameter in group:
             if not isinstance(parameter, nn.Parameter):
                 raise TypeError(
-                    f"group {index} of param_list contains a {type(parameter)}, not an nn.Parameter"
+                    f"group {index} of param_list contains a {type(parameter)}; pass nn.Parameters"
                 )
             if group_of.setdefault(parameter, index) != index:
                 raise ValueError(
@@ -377,17 +375,12 @@ def _check_group(binding: Binding) -> None:
     first = parameters[0]
     for slot, sites, parameter in zip(binding.layout.slots, binding.sites, parameters, strict=True):
         if any(isinstance(site.module, ModuleWrapper) for site in sites):
-            raise ValueError(
-                f"parameter {slot.name} is a flat parameter of an inner wrapper and cannot be flattened "
-                "again; leave it out of param_list"
-            )
+            raise ValueError(f"{slot.name} is flat already, in an inner wrapper; leave it out of param_list")
         for trait in ("dtype", "device", "requires_grad"):
-            if getattr(parameter, trait) != getattr(first, trait):
-                raise ValueError(
-                    f"parameter {slot.name} has {trait} {getattr(parameter, trait)}, but "
-                    f"{binding.layout.slots[0].name} in the same group has {getattr(first, trait)}; put them "
-                    "in different groups of param_list"
-                )
+            ours, theirs = getattr(parameter, trait), getattr(first, trait)
+            if ours != theirs:
+                other = f"{binding.layout.slots[0].name} in the same group has {theirs}"
+                raise ValueError(f"parameter {slot.name} has {trait} {ours}, but {other}; make two groups")
 
 
 def _check_names(names: Sequence[str], num_groups: int, wrapper: FlattenParamsWrapper) -> None:

@@ -2,17 +2,18 @@
 
 In:   a model; arenas before their updates (delayed scaling), matrices before their casts (other recipes).
 Out:  counts on the device, which `Overflows` reads on request.
-Next: `kernels/cast/overflows.py` adds to the counts of a whole arena in one launch.
 
+Histories could not tell it afterwards: they keep no scales of earlier casts, and other recipes have none.
 Without an active count, layers use their ordinary quantizers, and arenas have no observers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,15 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.fp8.casts import Casts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, is_captured
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.kernels.cast.cast import max_abs
-from flatfsdp.kernels.cast.overflows import ROWS
-from flatfsdp.kernels.cast.overflows import count_overflows as add_overflows
 from flatfsdp.torch_private import in_backward
 
 COUNTS = ("amaxes", "saturated", "infinite", "nan")
@@ -97,12 +95,13 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
     try:
         yield overflows
     finally:
+        # Arenas that were merged or replaced meanwhile are no longer those of the layers.
+        arenas = overflows.arenas()
         for layer in layers:
             layer.overflow_counters = tuple(c for c in layer.overflow_counters if c is not overflows)
-            for scaling in layer._scalings.values():
-                scaling.arena.observers.pop(overflows, None)
-        # Arenas that were merged or replaced meanwhile are no longer those of the layers.
-        overflows.leave_arenas()
+            arenas += [scaling.arena for scaling in layer._scalings.values()]
+        for arena in arenas:
+            arena.observers.pop(overflows, None)
 
 
 class Label(NamedTuple):
@@ -112,22 +111,10 @@ class Label(NamedTuple):
     tensor: str
 
 
-class Tally(NamedTuple):
-    """Counts of several tensors.
-
-    Attributes:
-        labels: of n tensors; None for tensors of layers that are not counted.
-        counts: int64 [4, n], the rows of `COUNTS`.
-    """
-
-    labels: list[Label | None]
-    counts: Tensor
-
-    @staticmethod
-    def of(labels: list[Label | None], device: torch.device) -> Tally:
-        """A tally with zero counts."""
-        with torch.inference_mode(False):
-            return Tally(labels, torch.zeros(ROWS, len(labels), dtype=torch.int64, device=device))
+Labels = Sequence[Label | None]
+"""Labels of n tensors, whose counts are int64 [4, n], the rows of `COUNTS`; None for what is not counted."""
+Key = Arena | tuple[Label, torch.device]
+"""An arena; with other recipes, the label and device of a cast."""
 
 
 class Overflows:
@@ -149,14 +136,9 @@ class Overflows:
 
     def __init__(self, layers: Mapping[Countable, str]) -> None:
         self._names = WeakKeyDictionary[nn.Module, str](layers.items())
-        self._labels = [
-            Label(name, prefix + kind)
-            for layer, name in layers.items()
-            for prefix in _prefixes(layer)
-            for kind in ("input", "weight", "grad_output")
-        ]
-        self._of_arenas: dict[Arena, Tally] = {}
-        self._of_casts: dict[tuple[Label, torch.device], Tally] = {}
+        kinds = ("input", "weight", "grad_output")
+        self._labels = [each for layer, name in layers.items() for each in _labels(layer, name, kinds)]
+        self._tallies: dict[Key, tuple[Labels, Tensor]] = {}
 
     # ---- reading ----------------------------------------------------------------------------------------
 
@@ -166,21 +148,25 @@ class Overflows:
         {"blocks.0.up": {"input": {"amaxes": 8, "saturated": 1, "infinite": 0, "nan": 0}, ...}, ...}
         """
         table: dict[str, dict[str, dict[str, int]]] = {}
-        for label, counts in self._read().items():
-            if counts[0]:
-                table.setdefault(label.layer, {})[label.tensor] = _by_name(counts)
+        for (layer, tensor), counts in self._read().items():
+            if counts["amaxes"]:
+                table.setdefault(layer, {})[tensor] = dict(counts)
         return table
 
     def totals(self) -> dict[str, int]:
         """Counts summed over all tensors; waits for the device."""
-        return _by_name([sum(row) for row in zip([0] * len(COUNTS), *self._read().values(), strict=True)])
+        return dict(_sum(self._read().values()))
 
     def __str__(self) -> str:
         """A table of the tensors that overflowed, below the totals; waits for the device."""
         read = self._read()
-        amaxes, saturated, infinite, nan = self.totals().values()
+        amaxes, saturated, infinite, nan = _sum(read.values()).values()
         lines = [f"FP8 overflows: of {amaxes} amaxes {saturated} saturated, {infinite} infinite, {nan} NaN"]
-        rows = [(*label, *map(str, counts)) for label, counts in read.items() if any(counts[1:])]
+        rows = [
+            (*label, *map(str, counts.values()))
+            for label, counts in read.items()
+            if counts["saturated"] or counts["nan"]
+        ]
         if rows:
             rows.insert(0, ("layer", "tensor", *COUNTS))
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -190,52 +176,53 @@ class Overflows:
                 lines.append("  ".join((*left, *right)))
         return "\n".join(lines)
 
-    def _read(self) -> dict[Label, list[int]]:
-        read = {label: [0] * len(COUNTS) for label in self._labels}
-        for labels, counts in (*self._of_arenas.values(), *self._of_casts.values()):
+    def _read(self) -> dict[Label, Counter[str]]:
+        read = {label: _sum(()) for label in self._labels}
+        for labels, counts in self._tallies.values():
             for label, column in zip(labels, counts.t().tolist(), strict=True):
                 if label is not None:
-                    read[label] = [a + b for a, b in zip(read[label], column, strict=True)]
+                    read[label].update(dict(zip(COUNTS, column, strict=True)))
         return read
 
     # ---- counting ---------------------------------------------------------------------------------------
 
     def before_update(self, arena: Arena) -> None:
         """Adds the amaxes that casts have recorded in an arena since its last update."""
-        tally = self._of_arenas.get(arena)
-        if tally is None:
-            tally = self._of_arenas[arena] = Tally.of(self._columns(arena), arena.scale.device)
-        scale = arena.scale
-        first = [scaling.columns for scaling in arena.members if not scaling.has_scales]
-        if first:
-            # These were cast with scales of their own, which fit every finite amax.
-            scale = scale.clone()
-            for columns in first:
-                scale[columns] = torch.finfo(scale.dtype).tiny
-        add_overflows(arena.history[0], scale, arena.fp8_max, tally.counts)
+        amax = arena.history[0]
+        # A scale computed from the same amax, or from a larger one, is never too large: both are the same
+        # division, rounded alike.
+        saturated = arena.scale > arena.fp8_max / amax
+        for scaling in arena.members:
+            if not scaling.has_scales:
+                # These were cast with scales of their own, which fit every finite amax.
+                saturated[scaling.columns] = amax[scaling.columns] == math.inf
+        self._add(arena, lambda: self._columns(arena), amax, saturated)
 
     def before_cast(self, layer: Countable, tensor: str, amax: Tensor) -> None:
-        """Adds the amax of one cast, FP32 [1], before its scale is computed."""
-        label, device = Label(self._names[layer], tensor), amax.device
-        tally = self._of_casts.get((label, device))
-        if tally is None:
-            tally = self._of_casts[label, device] = Tally.of([label], device)
-        add_overflows(amax, *_fits_all_finite(device), tally.counts)
+        """Adds the amax of one cast, FP32 [1], whose scale fits every finite amax."""
+        label = Label(self._names[layer], tensor)
+        self._add((label, amax.device), lambda: [label], amax, amax == math.inf)
 
-    def leave_arenas(self) -> None:
-        """Stops counting in every arena seen so far."""
-        for arena in self._of_arenas:
-            arena.observers.pop(self, None)
+    def _add(self, key: Key, labels: Callable[[], Labels], amax: Tensor, saturated: Tensor) -> None:
+        """Counts amaxes, FP32 [n], of which these have saturated, bool [n]; does not wait for the device."""
+        if key not in self._tallies:
+            with torch.inference_mode(False):
+                zeros = torch.zeros(len(COUNTS), amax.numel(), dtype=torch.int64, device=amax.device)
+            self._tallies[key] = labels(), zeros
+        self._tallies[key][1].add_(torch.stack([amax != 0, saturated, amax == math.inf, amax.isnan()]))
 
-    def _columns(self, arena: Arena) -> list[Label | None]:
+    def arenas(self) -> list[Arena]:
+        """The arenas seen so far."""
+        return [key for key in self._tallies if isinstance(key, Arena)]
+
+    def _columns(self, arena: Arena) -> Labels:
         """The label of each column of an arena."""
         labels: list[Label | None] = [None] * arena.scale.numel()
         for scaling in arena.members:
             name = self._names.get(scaling.owner)
             if name is not None:
                 kinds = ("input", "weight") if scaling.direction == "forward" else ("grad_output",)
-                tensors = [prefix + kind for prefix in _prefixes(scaling.owner) for kind in kinds]
-                labels[scaling.columns] = [Label(name, tensor) for tensor in tensors]
+                labels[scaling.columns] = _labels(scaling.owner, name, kinds)
         return labels
 
 
@@ -243,78 +230,63 @@ def counted(layer: Countable, casts: list[Casts]) -> list[Casts]:
     """Wraps casts with current or block scales so that the active counts of `layer` see their matrices."""
     tape = current_tape()
     is_repeated = in_backward() if tape is None else tape.is_replay
+    # Only one of the runs gets a gradient.
     return [
-        _counted_map(layer, prefix, of_map, is_repeated)
+        _looked_at(layer, prefix, of_map, grad_only=is_repeated)
         for prefix, of_map in zip(_prefixes(layer), casts, strict=True)
     ]
 
 
-def _counted_map(layer: Countable, prefix: str, casts: Casts, is_repeated: bool) -> Casts:
-    def look(inner: Quantizer, kind: str) -> Quantizer:
-        return Counted(inner, partial(_count, layer, prefix + kind))
+def _looked_at(layer: Countable, prefix: str, casts: Casts, *, grad_only: bool) -> Casts:
+    def look(inner: Quantizer, kind: str) -> Any:
+        return Counted(inner, layer, prefix + kind)
 
     counted = replace(casts, grad=lambda: look(casts.grad(), "grad_output"))
-    # Only one of the runs gets a gradient.
-    if is_repeated:
+    if grad_only:
         return counted
     return replace(counted, x=look(casts.x, "input"), weight=look(casts.weight, "weight"))
 
 
-def _count(layer: Countable, tensor: str, x: Tensor) -> None:
-    """Adds the amax of a matrix that is about to be cast, if a count is still active in `layer`."""
-    if not layer.overflow_counters:
-        return
-    if is_captured(x.device):
-        raise RuntimeError(
-            "a CUDA graph is captured inside count_overflows, and its replays would count on after the end; "
-            "capture it outside, where replays are not counted"
-        )
-    # Taken once, however many counts are active.
-    amax = max_abs(x)
-    for counter in layer.overflow_counters:
-        counter.before_cast(layer, tensor, amax)
-
-
-@dataclass(slots=True)
+@dataclass
 class Counted:
-    """A quantizer that shows each matrix to a count before it is cast.
+    """A quantizer that shows each matrix to the counts of a layer before it is cast.
 
     Attributes:
-        inner: the quantizer.
-        count: called with the matrix.
+        inner: the quantizer, which does everything else.  Its `silent` one counts nothing, nor does
+            `of_rows`: each rank has counted its own rows.
+        layer: the layer.
+        tensor: name of the matrix.
     """
 
     inner: Quantizer
-    count: Callable[[Tensor], None]
+    layer: Countable
+    tensor: str
 
-    @property
-    def fused(self) -> dict[str, Any] | None:
-        """The inner quantizer's arguments for a kernel that casts."""
-        return self.inner.fused
+    def __getattr__(self, name: str) -> Any:
+        """What else the inner quantizer has."""
+        return getattr(self.inner, name)
 
-    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
-        """The inner quantizer's operand."""
-        return self.inner.operand(rowwise, columnwise)
+    def cast(self, x: Tensor, **options: Any) -> Quantized:
+        """Counts the matrix if a count is still active, and casts it with the inner quantizer."""
+        if self.layer.overflow_counters:
+            if is_captured(x.device):
+                raise RuntimeError(
+                    "a CUDA graph is captured inside count_overflows, and its replays would count on after "
+                    "the end; capture it outside, where replays are not counted"
+                )
+            # Taken once, however many counts are active.
+            amax = max_abs(x)
+            for counter in self.layer.overflow_counters:
+                counter.before_cast(self.layer, self.tensor, amax)
+        return self.inner.cast(x, **options)
 
-    def cast(
-        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
-    ) -> Quantized:
-        """Counts the matrix, and casts it with the inner quantizer."""
-        self.count(x)
-        return self.inner.cast(x, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
-
-    def silent(self) -> Quantizer:
-        """The inner quantizer without recording, and without counting."""
-        return self.inner.silent()
-
-    def for_rows(self, ranks: Ranks) -> Quantizer:
+    def for_rows(self, ranks: Ranks) -> Counted:
         """The same for this rank's rows; each rank counts its own."""
         return replace(self, inner=self.inner.for_rows(ranks))
 
-    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
-        """The inner quantizer's operand of all gathered rows, which is not counted."""
-        # Each rank has already counted its own rows.
-        return self.inner.of_rows(gathered, rowwise=rowwise, columnwise=columnwise)
+
+def _labels(layer: nn.Module, name: str, kinds: Sequence[str]) -> list[Label]:
+    return [Label(name, prefix + kind) for prefix in _prefixes(layer) for kind in kinds]
 
 
 def _prefixes(layer: Any) -> list[str]:
@@ -322,13 +294,9 @@ def _prefixes(layer: Any) -> list[str]:
     return [name.removesuffix("weight") for name in layer.linear_maps]
 
 
-def _by_name(counts: list[int]) -> dict[str, int]:
-    return dict(zip(COUNTS, counts, strict=True))
-
-
-@cache
-def _fits_all_finite(device: torch.device) -> tuple[Tensor, Tensor]:
-    """A scale and a largest number, FP32 [1], that only infinity exceeds; never written."""
-    with torch.inference_mode(False):
-        one = torch.ones(1, device=device, dtype=torch.float32)
-        return one, torch.full_like(one, torch.finfo(torch.float32).max)
+def _sum(counts: Iterable[Counter[str]]) -> Counter[str]:
+    total = Counter(dict.fromkeys(COUNTS, 0))
+    for each in counts:
+        # Unlike `+`, it keeps counts of 0.
+        total.update(each)
+    return total

@@ -10,10 +10,11 @@ PyTorch's own checkpoints have no tapes: layers inside find the checkpoint on th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -24,12 +25,7 @@ from flatfsdp.comm.rng import GetTracker, Tracker
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.kernels.cast.scaling import Scales
-from flatfsdp.torch_private import (
-    CheckpointRun,
-    in_backward,
-    may_run_in_checkpoint,
-    running_checkpoints,
-)
+from flatfsdp.torch_private import CheckpointRun, in_backward, may_run_in_checkpoint, running_checkpoints
 
 
 @dataclass(slots=True)
@@ -51,39 +47,39 @@ class Use:
         return self.scales
 
 
+@dataclass(eq=False)
 class Tape:
     """The regions and scales that one checkpoint used.
 
     Attributes:
+        outer: the tape of the checkpoint around it.
+        recorded: the uses of the run that this one repeats; None in a first run.
         trains: whether gradients were on when the checkpoint was called; inside a reentrant one they are off.
+        tracker: random numbers that a replay draws as the first run did.
         uses: the uses of each layer, in order.
-        is_replay: whether this run repeats an earlier one.
     """
 
-    def __init__(
-        self,
-        outer: Tape | None,
-        recorded: dict[nn.Module, list[Use]] | None,
-        trains: bool,
-        tracker: Tracker | None = None,
-    ) -> None:
-        self.trains = trains
-        self._tracker = tracker
-        self._outer = outer
-        self._recorded = recorded
-        self._position: dict[nn.Module, int] = {}
-        self.uses: dict[nn.Module, list[Use]] = {}
+    outer: Tape | None
+    recorded: dict[nn.Module, list[Use]] | None
+    trains: bool
+    tracker: Tracker | None = None
+    uses: dict[nn.Module, list[Use]] = field(default_factory=dict)
+    _position: Counter[nn.Module] = field(default_factory=Counter)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether this run repeats an earlier one."""
         # A checkpoint inside a recomputed one has a first run of its own there, which repeats the outer
         # one's.
-        self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
+        return self.recorded is not None or (self.outer is not None and self.outer.is_replay)
 
     def repeats(self, tracker: Tracker) -> bool:
         """Whether a replay draws the same numbers from `tracker` as the first run."""
-        return self._tracker is tracker or (self._outer is not None and self._outer.repeats(tracker))
+        return self.tracker is tracker or (self.outer is not None and self.outer.repeats(tracker))
 
     def replay(self) -> Tape:
         """The tape of another run of the same function."""
-        return Tape(None, self.uses, self.trains, self._tracker)
+        return Tape(None, self.uses, self.trains, self.tracker)
 
     def next_use(self, layer: nn.Module) -> Use | None:
         """The next use of `layer`: a new one, or the repeated run's; None if that did not use the layer.
@@ -91,23 +87,21 @@ class Tape:
         Raises:
             RuntimeError: if the repeated run used the layer fewer times.
         """
-        if self._recorded is None:
+        if self.recorded is None:
             # The same `Use` on both tapes, because either checkpoint may be the one that runs again; inside a
             # recomputation it is the one of the very first run.
-            use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
+            use = Use(current_region()) if self.outer is None else self.outer.next_use(layer)
             if use is not None:
                 self.uses.setdefault(layer, []).append(use)
             return use
-        recorded = self._recorded.get(layer)
+        recorded = self.recorded.get(layer)
         if recorded is None:
             return None
-        position = self._position.get(layer, 0)
-        self._position[layer] = position + 1
+        position = self._position[layer]
+        self._position[layer] += 1
         if position >= len(recorded):
-            raise RuntimeError(
-                f"activation checkpointing runs {type(layer).__name__} more often in backward than in "
-                "forward; a checkpointed function has to do the same both times"
-            )
+            cause = f"runs {type(layer).__name__} more often in backward than in forward"
+            raise RuntimeError(f"activation checkpointing {cause}; it has to do the same both times")
         return recorded[position]
 
 
@@ -256,7 +250,6 @@ def records_amax(tape: Tape | None) -> bool:
 def raise_recomputed() -> NoReturn:
     """Raises the error of a recomputation that FlatFSDP does not recognise."""
     raise RuntimeError(
-        "an FP8 layer runs again in backward, under activation checkpointing that FlatFSDP does not know, "
-        "or in eval() mode by a reentrant checkpoint; its scales have moved on by then, and its autocast is "
-        "over: use torch.utils.checkpoint or flatfsdp.fp8.checkpoint, with use_reentrant=False"
+        "an FP8 layer runs again in backward, in a checkpoint that FlatFSDP does not know, or in eval() in a "
+        "reentrant one: use torch.utils.checkpoint or flatfsdp.fp8.checkpoint, with use_reentrant=False"
     )

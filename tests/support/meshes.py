@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp.compat.fairscale.process_group import mesh_of
+from flatfsdp.compat.fairscale.fairscale_options import mesh_of
 
 REPLICATED = {"mesh": "replicated"}
 """Options of a model whose parameters are whole on each rank; `placed` makes the mesh of (N, 1)."""

@@ -1,10 +1,9 @@
 """Hugging Face Accelerate with FlatFSDP as the engine.
 
 accelerator   `FlatAccelerator`: an Accelerator whose `prepare` shards
-options       which options of Accelerator it refuses, and how models are sharded
-renamed       an optimizer that was made before its model was sharded gets this rank's parts
-apart         separates whole tensors that Accelerate would mistake for tied ones
-states        which optimizer belongs to which model, and where `save_state` writes them
+options       which options of Accelerator it refuses
+optimizers    hands over this rank's parts to optimizers that are older; which belongs to which model
+states        the folder that `save_state` writes
 """
 
 from flatfsdp.compat.accelerate.accelerator import FlatAccelerator

@@ -15,9 +15,10 @@ Everything else is Accelerator's own code.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,23 +26,27 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.meeting import meet
-from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
-from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.accelerate import states
-from flatfsdp.compat.accelerate.accelerator_options import precision_of, require_possible, require_shardable
-from flatfsdp.compat.accelerate.apart import apart
-from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
+from flatfsdp.compat.accelerate.accelerator_options import unsupported
+from flatfsdp.compat.accelerate.optimizers import hand_over, pairs, require_without_state
+from flatfsdp.compat.training_loops import (
+    on_first_rank,
+    plain_optimizer,
+    require_place,
+    require_possible,
+    shard_as_ddp,
+)
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import WrapPolicy
-from flatfsdp.options import Options
+from flatfsdp.options import Options, Precision, require_known
 
 
 class FlatAccelerator(Accelerator):
@@ -79,17 +84,15 @@ class FlatAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(
-        self,
-        *,
-        policy: WrapPolicy | None = None,
-        shard_options: Options | None = None,
-        **options: Any,
+        self, *, policy: WrapPolicy | None = None, shard_options: Options | None = None, **options: Any
     ) -> None:
-        require_possible(options)
         self._shard_options: Options = {} if shard_options is None else {**shard_options}
-        require_shardable(self._shard_options)
+        require_known("shard", self._shard_options)
+        # Before an Accelerator exists and keeps its global state.
+        require_possible("FlatAccelerator", unsupported(options, self._shard_options))
         self._policy = policy
-        self._renamed = Renamed()
+        # The shard that replaced each parameter, which stays in memory only as long as an optimizer holds it.
+        self._parts = WeakTensorKeyDictionary()
         super().__init__(**options)
 
     # ---- setup ------------------------------------------------------------------------------------------
@@ -124,7 +127,8 @@ class FlatAccelerator(Accelerator):
         if not evaluation_mode and self._is_to_shard(model):
             self._shard(model)
         if is_unit(model):
-            self._require_of_all_ranks(model)
+            way_out = "shard it with this device=, over all ranks, without tp_group"
+            require_place(model, self._engine_device, self.num_processes, "Accelerate", way_out)
             device_placement = False
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
@@ -139,7 +143,7 @@ class FlatAccelerator(Accelerator):
         Raises:
             ValueError: if it has state of whole parameters, or was made before `flatfsdp.shard`.
         """
-        self._renamed.hand_to(states.plain_optimizer(optimizer))
+        hand_over(plain_optimizer(optimizer), self._parts)
         # Shards stay where they are, which may be CPU memory.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
@@ -150,10 +154,8 @@ class FlatAccelerator(Accelerator):
             ValueError: with `even_batches=False`: ranks with more batches would wait for the others.
         """
         if self.num_processes > 1 and not self.even_batches:
-            raise ValueError(
-                "FlatAccelerator cannot do even_batches=False: each forward is collective, and ranks with "
-                "more batches would wait; leave it out, and gather_for_metrics drops what was added"
-            )
+            instead = "ranks with more batches would wait; leave it out, gather_for_metrics drops repeats"
+            raise ValueError(f"FlatAccelerator cannot do even_batches=False: {instead}")
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     @property
@@ -171,51 +173,25 @@ class FlatAccelerator(Accelerator):
 
     def _shard(self, model: nn.Module) -> None:
         if any(map(is_unit, model.modules())):
-            raise ValueError(
-                f"modules in this {type(model).__name__} are sharded, and it is not; shard it, too, by "
-                "flatfsdp.shard, or give FlatAccelerator a plain model"
-            )
+            name = type(model).__name__
+            raise ValueError(f"modules in this {name} are sharded, and it is not; shard it, or pass it plain")
         try:
             policy = policy_of(model) if self._policy is None else self._policy
         except ValueError as error:
             raise ValueError(f"{error}: FlatAccelerator(policy=by_class(...))") from error
         _warn_of_batch_norm(model, self.num_processes)
         before = dict(model.named_parameters(remove_duplicate=False))
-        # As under DistributedDataParallel: programs need not seed all ranks alike.
-        options: Options = {
-            "precision": precision_of(self.mixed_precision),
-            "sync_module_states": True,
-            **self._shard_options,
-            "device": self._engine_device,
-        }
-        shard(model, policy, **options)
-        self._renamed.note(before, dict(model.named_parameters(remove_duplicate=False)))
+        precision = Precision(compute=torch.bfloat16) if self.mixed_precision == "bf16" else None
+        options: Options = {"precision": precision, **self._shard_options}
+        shard_as_ddp(model, policy, self._engine_device, options)
+        for name, part in model.named_parameters(remove_duplicate=False):
+            self._parts[before[name]] = part
         for optimizer in self._plain_optimizers(self._optimizers):
-            self._renamed.hand_to(optimizer)
-
-    def _require_of_all_ranks(self, model: Any) -> None:
-        """Checks that the model is sharded on Accelerate's device and over all ranks.
-
-        Raises:
-            ValueError: if the model is sharded on another device, or over other ranks.
-        """
-        device, ranks = model.fsdp_state.shared.device, model.fsdp_state.grid.num_ranks
-        if device != self._engine_device:
-            raise ValueError(
-                f"the model is sharded on {device}, and Accelerate's device is {self._engine_device}; shard "
-                "it with this device="
-            )
-        if ranks != self.num_processes:
-            raise ValueError(
-                f"the model is data parallel over {ranks} of {self.num_processes} ranks, and Accelerate "
-                "gives each of them other data; shard it over all ranks, without tp_group"
-            )
+            hand_over(optimizer, self._parts)
 
     @staticmethod
     def _plain_optimizers(candidates: Iterable[Any]) -> list[torch.optim.Optimizer]:
-        return [
-            states.plain_optimizer(each) for each in candidates if isinstance(each, torch.optim.Optimizer)
-        ]
+        return [plain_optimizer(each) for each in candidates if isinstance(each, torch.optim.Optimizer)]
 
     # ---- training ---------------------------------------------------------------------------------------
 
@@ -230,10 +206,8 @@ class FlatAccelerator(Accelerator):
         for model in self._sharded:
             own = {id(each) for each in model.parameters() if each.requires_grad}
             if own & trained and not self.sync_gradients:
-                raise RuntimeError(
-                    "gradients are accumulated and not reduced yet, so they have no norm; clip them under "
-                    "`if accelerator.sync_gradients:`"
-                )
+                way_out = "clip them under `if accelerator.sync_gradients:`"
+                raise RuntimeError(f"accumulated gradients that are not reduced yet have no norm; {way_out}")
             if own == trained:
                 return model.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -245,10 +219,8 @@ class FlatAccelerator(Accelerator):
             NotImplementedError: with several ranks.
         """
         if self.num_processes > 1:
-            raise NotImplementedError(
-                "FlatAccelerator cannot do join_uneven_inputs: each forward is collective, and all ranks "
-                "need as many batches; leave it out, Accelerate's data loaders see to that"
-            )
+            instead = "all ranks need as many batches, which Accelerate's data loaders give; leave it out"
+            raise NotImplementedError(f"FlatAccelerator cannot do join_uneven_inputs: {instead}")
         return super().join_uneven_inputs(joinables, even_batches)
 
     # ---- whole parameters -------------------------------------------------------------------------------
@@ -257,8 +229,8 @@ class FlatAccelerator(Accelerator):
         """Whole tensors on all ranks; those of a sharded model are in CPU memory.  Collective."""
         if is_unit(model):
             self._meet(model, "get_state_dict")
-            return apart(checkpoint.full_state_dict(model, cpu_offload=True))
-        return apart(super().get_state_dict(model, unwrap))
+            return _apart(checkpoint.full_state_dict(model, cpu_offload=True))
+        return _apart(super().get_state_dict(model, unwrap))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Saves as Accelerator does; tensors gathered into one buffer are not mistaken for tied ones.
@@ -266,7 +238,7 @@ class FlatAccelerator(Accelerator):
         Raises:
             ValueError: if `f` is a URL.
         """
-        super().save(apart(obj) if safe_serialization else obj, local_path(f), safe_serialization)
+        super().save(_apart(obj) if safe_serialization else obj, local_path(f), safe_serialization)
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Saves as Accelerator does.  Collective.
@@ -316,35 +288,25 @@ class FlatAccelerator(Accelerator):
             output_dir = local_path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
         if not saved:
             return super().save_state(_checked(output_dir), safe_serialization, **options)
-        first = saved[0].model
+        first = saved[0][0]
         folder = self._same_folder(output_dir, "save_state")
-        with raising_on_all(first):
-            if naming.automatic_checkpoint_naming and states.is_marked(folder):
-                raise ValueError(
-                    f"{folder} holds a checkpoint; set project_configuration.iteration to the number of the "
-                    "next one"
-                )
-            name = states.begin_save(folder) if self.is_main_process else ""
-        name = broadcast_object(name, *_all_ranks(first))
+        name = on_first_rank(first, states.begin_save, folder, naming.automatic_checkpoint_naming)
+        place, mark = folder / name, states.Mark(name, len(saved), self.num_processes, self.step)
         try:
-            with raising_on_all(first), self._without_sharded(), _without_names(naming):
-                super().save_state(str(folder / name), safe_serialization, **options)
+            naming_is_off = _replaced(naming, automatic_checkpoint_naming=False)
+            with raising_on_all(first), self._without_sharded(), naming_is_off:
+                super().save_state(str(place), safe_serialization, **options)
             for number, (model, optimizer) in enumerate(saved):
-                checkpoint.save(states.checkpoint_of(folder / name, number), model, optimizer)
-            with raising_on_all(first):
-                if self.is_main_process:
-                    states.end_save(folder, states.Mark(name, len(saved), self.num_processes, self.step))
+                checkpoint.save(place / f"flatfsdp-{number}", model, optimizer)
+            on_first_rank(first, states.end_save, folder, mark)
         except Exception:
             # Also if another rank is gone by now, and this save is the folder's already.
             if self.is_main_process and not states.is_current(folder, name):
-                states.discard_save(folder, name)
+                shutil.rmtree(place, ignore_errors=True)
             raise
         # After the save: until it is complete, the earlier ones may be all there is.
-        with raising_on_all(first):
-            if self.is_main_process:
-                states.remove_earlier(folder, name)
-                if naming.automatic_checkpoint_naming and naming.total_limit:
-                    states.remove_others(folder, naming.total_limit)
+        limit = naming.total_limit if naming.automatic_checkpoint_naming else None
+        on_first_rank(first, states.remove_earlier, folder, name, limit)
         return folder
 
     def load_state(
@@ -372,21 +334,19 @@ class FlatAccelerator(Accelerator):
                 local_path(self.project_dir)
             super().load_state(_checked(input_dir), load_kwargs, **options)
             return
-        self._meet(saved[0].model, "load_state")
-        with raising_on_all(saved[0].model):
-            input_dir = self._folder_to_load(input_dir)
+        first = saved[0][0]
+        self._meet(first, "load_state")
+        with raising_on_all(first):
+            if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+                input_dir = states.newest(Path(self.project_dir) / "checkpoints")
         folder = self._same_folder(input_dir, "load_state")
-        with raising_on_all(saved[0].model):
-            mark = states.mark_of(folder, len(saved))
+        mark = on_first_rank(first, states.mark_of, folder, len(saved))
         if mark.ranks != self.num_processes and self.is_main_process:
-            warnings.warn(
-                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it: random "
-                "numbers are not restored",
-                stacklevel=2,
-            )
+            by = f"by {mark.ranks} ranks, and {self.num_processes} load it"
+            warnings.warn(f"{folder} was saved {by}: random numbers are not restored", stacklevel=2)
         for number, (model, optimizer) in enumerate(saved):
-            checkpoint.load(states.checkpoint_of(folder / mark.save, number), model, optimizer)
-        with raising_on_all(saved[0].model), self._without_sharded():
+            checkpoint.load(folder / mark.save / f"flatfsdp-{number}", model, optimizer)
+        with raising_on_all(first), self._without_sharded():
             super().load_state(str(folder / mark.save), load_kwargs, **options)
         # Ranks beyond the number that saved have no file with their step.
         self.step = mark.step
@@ -398,9 +358,8 @@ class FlatAccelerator(Accelerator):
             NotImplementedError: always; such hooks save whole models, and ranks have only parts.
         """
         raise NotImplementedError(
-            "FlatAccelerator has no hooks for models in save_state and load_state: flatfsdp.checkpoint saves "
-            "them. For another format call unwrap_model(model).save_pretrained(folder), or save_model, on "
-            "all ranks after save_state; what else is to be saved takes register_for_checkpointing"
+            "FlatAccelerator has no hooks for models: for another format call save_pretrained or save_model "
+            "on all ranks after save_state; for other objects there is register_for_checkpointing"
         )
 
     register_load_state_pre_hook = register_save_state_pre_hook
@@ -409,35 +368,20 @@ class FlatAccelerator(Accelerator):
     def _sharded(self) -> list[Any]:
         return [model for model in self._models if is_unit(model)]
 
-    def _saved(self) -> list[states.Saved]:
-        return states.pairs(self._sharded, self._plain_optimizers(self._optimizers))
+    def _saved(self) -> list[tuple[Any, torch.optim.Optimizer | None]]:
+        """The sharded models, each with its optimizer."""
+        return pairs(self._sharded, self._plain_optimizers(self._optimizers))
 
-    @contextmanager
-    def _without_sharded(self) -> Iterator[None]:
-        """Hides sharded models and their optimizers from Accelerator inside the context."""
-        models, optimizers = self._models, self._optimizers
-        ours = [saved.optimizer for saved in self._saved()]
-        self._models = [model for model in models if not is_unit(model)]
-        self._optimizers = [
-            each for each in optimizers if not any(states.plain_optimizer(each) is own for own in ours)
-        ]
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = models, optimizers
+    def _without_sharded(self) -> AbstractContextManager[None]:
+        """Context that hides sharded models and their optimizers from Accelerator."""
+        ours = [id(optimizer) for _, optimizer in self._saved()]
+        models = [model for model in self._models if not is_unit(model)]
+        optimizers = [each for each in self._optimizers if id(plain_optimizer(each)) not in ours]
+        return _replaced(self, _models=models, _optimizers=optimizers)
 
-    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        if input_dir is not None:
-            return Path(input_dir).expanduser()
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
-        return states.newest(Path(self.project_dir) / "checkpoints")
-
-    def _meet(self, model: Any, doing: str) -> tuple[Ranks, torch.device]:
-        """Waits until all ranks do this; returns the ranks and the device of their communication."""
-        world, device = world_of(model)
-        meet(world, doing, model.fsdp_state.policy.timeout)
-        return world, device
+    def _meet(self, model: Any, doing: str) -> None:
+        """Waits until all ranks do this."""
+        meet(world_of(model)[0], doing, model.fsdp_state.policy.timeout)
 
     def _same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         """The folder that all ranks pass.
@@ -448,13 +392,9 @@ class FlatAccelerator(Accelerator):
         """
         if folder is None:
             raise ValueError(f"{doing} needs a folder, as automatic_checkpoint_naming is off")
-        world, device = self._meet(self._sharded[0], doing)
+        self._meet(self._sharded[0], doing)
+        world, device = world_of(self._sharded[0])
         return path_of_all_ranks(os.path.expanduser(folder), [world], device)
-
-
-def _all_ranks(model: Any) -> tuple[list[Ranks], torch.device]:
-    world, device = world_of(model)
-    return [world], device
 
 
 def _checked(folder: str | os.PathLike[str] | None) -> str | None:
@@ -463,13 +403,14 @@ def _checked(folder: str | os.PathLike[str] | None) -> str | None:
 
 
 @contextmanager
-def _without_names(naming: Any) -> Iterator[None]:
-    """Context in which Accelerator saves to the folder it is given."""
-    before, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        naming.automatic_checkpoint_naming = before
+        vars(owner).update(before)
 
 
 def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
@@ -480,8 +421,24 @@ def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
     kinds = (module for module in model.modules() if not isinstance(module, nn.SyncBatchNorm))
     if ranks > 1 and any(isinstance(each, _BatchNorm) and each.track_running_stats for each in kinds):
         warnings.warn(
-            f"{type(model).__name__} has BatchNorm, whose running statistics are each rank's own here, and "
-            "the first rank's under DistributedDataParallel: evaluations differ; convert it before, by "
-            "nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+            f"{type(model).__name__} has BatchNorm, whose running statistics are each rank's own, not the "
+            "first rank's as in DDP; convert it before: nn.SyncBatchNorm.convert_sync_batchnorm(model)",
             stacklevel=2,
         )
+
+
+def _apart(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives each tensor that is a slice of a larger storage its own; tied ones keep a common one.
+
+    Accelerate takes tensors with a common storage, such as slices of one gathered buffer, for tied weights:
+    it would write one of them, and log that it left out the others.
+    """
+    found = dict(state)
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+            place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if place not in copies:
+                copies[place] = value.detach().clone(memory_format=torch.contiguous_format)
+            found[name] = copies[place]
+    return found

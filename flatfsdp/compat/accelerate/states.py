@@ -15,16 +15,11 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import nn
-
-from flatfsdp.checkpoint.durable import make_folder, sync_folder
-from flatfsdp.contract.flat_shard import FLAT_SHARD
-from flatfsdp.engine.whole.units import named_groups
+from flatfsdp.checkpoint.durable import make_folder, sync_folder, write
 
 _MARK = "flatfsdp.json"
 _SAVE = re.compile("save-[0-9a-f]{12}")
@@ -46,76 +41,16 @@ class Mark(NamedTuple):
     step: int
 
 
-class Saved(NamedTuple):
-    """The contents of one checkpoint.
-
-    Attributes:
-        model: a sharded model.
-        optimizer: optimizer of all its parameters, without Accelerate's wrapper; None if there is none.
-    """
-
-    model: Any
-    optimizer: torch.optim.Optimizer | None
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside Accelerate's wrapper."""
-    while type(optimizer).__name__ == "AcceleratedOptimizer":
-        optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
-
-
-def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Saved]:
-    """Pairs each of these sharded models with its optimizer.
+def begin_save(folder: Path, is_named: bool) -> str:
+    """Makes the folder of a new save; returns its name.
 
     Raises:
-        ValueError: if a model has several optimizers, or an optimizer has parameters of several models, or of
-            a sharded model that is not in `models`.
+        ValueError: if the folder was named automatically, and holds a checkpoint.
     """
-    found = []
-    for model in models:
-        own = _updated(model)
-        of_model = [each for each in optimizers if not own.isdisjoint(_parameters(each))]
-        if len(of_model) > 1:
-            raise ValueError(
-                f"{len(of_model)} optimizers have parameters of one {type(model).__name__}, and a checkpoint "
-                "is of one: make one optimizer with several parameter groups"
-            )
-        if of_model and not own.issuperset(_parameters(of_model[0])):
-            raise ValueError(
-                f"an optimizer has parameters of this {type(model).__name__} and others, and a checkpoint is "
-                "of one model and its optimizer: make an optimizer for each model, or one module of all of "
-                "them"
-            )
-        found.append(Saved(model, of_model[0] if of_model else None))
-    known = {id(saved.optimizer) for saved in found}
-    for optimizer in optimizers:
-        if id(optimizer) not in known and any(FLAT_SHARD.of(p) is not None for p in _parameters(optimizer)):
-            raise ValueError(
-                f"this {type(optimizer).__name__} has parameters of a sharded model that Accelerate does not "
-                "know; give accelerator.prepare the model, too"
-            )
-    return found
-
-
-def _updated(model: nn.Module) -> set[nn.Parameter]:
-    """Tensors of a sharded model that an optimizer may update: parameters, or cuts by `param_groups`."""
-    masters = [group.master for _, group in named_groups(model)]
-    return {parameter for master in masters for parameter in master.parameters} | {*model.parameters()}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def checkpoint_of(place: Path, number: int) -> Path:
-    """The folder of a model and its optimizer; `number` counts the prepared models."""
-    return place / f"flatfsdp-{number}"
-
-
-def begin_save(folder: Path) -> str:
-    """Makes the folder of a new save; returns its name."""
+    if is_named and _is_marked(folder):
+        raise ValueError(
+            f"{folder} holds a checkpoint; set project_configuration.iteration to the number of the next one"
+        )
     name = f"save-{uuid.uuid4().hex[:12]}"
     make_folder(folder / name)
     return name
@@ -134,53 +69,36 @@ def end_save(folder: Path, mark: Mark) -> None:
                 os.fsync(written.fileno())
     sync_folder(folder / mark.save)
     temporary = folder / f"{_MARK}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(mark._asdict(), file)
-        file.flush()
-        os.fsync(file.fileno())
+    write(temporary, json.dumps(mark._asdict()).encode())
     os.replace(temporary, folder / _MARK)
     sync_folder(folder)
 
 
 def is_current(folder: Path, name: str) -> bool:
     """Whether this save is the folder's."""
-    try:
+    with suppress(OSError):
         found = _read_mark(folder)
-    except OSError:
-        return False
-    return found is not None and found.save == name
+        return found is not None and found.save == name
+    return False
 
 
-def remove_earlier(folder: Path, name: str) -> None:
-    """Removes all saves of the folder but this one, and what killed ones have left."""
+def remove_earlier(folder: Path, name: str, limit: int | None) -> None:
+    """Removes what a new save replaces.
+
+    These are the other saves of its folder, and what killed ones have left; and automatically named
+    checkpoints beside it until `limit` are left: first those whose save did not complete, then the oldest.
+    """
     for path in folder.iterdir():
         if _SAVE.fullmatch(path.name) and path.name != name:
             # What stays is removed by the next save.
             shutil.rmtree(path, ignore_errors=True)
-
-
-def discard_save(folder: Path, name: str) -> None:
-    """Removes what a failed save has written."""
-    shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def remove_others(saved: Path, limit: int) -> None:
-    """Removes automatically named checkpoints beside the one just saved, until `limit` are left.
-
-    Those whose save did not complete go first, then the oldest.
-    """
-    others = sorted(
-        (is_marked(path), number, path) for number, path in _numbered(saved.parent) if path != saved
-    )
-    for _, _, path in others[: max(0, len(others) + 1 - limit)]:
-        # First of all, so that an interruption leaves none that looks complete.
-        (path / _MARK).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def is_marked(folder: Path) -> bool:
-    """Whether a save into the folder has completed."""
-    return (folder / _MARK).is_file()
+    if limit:
+        numbered = _numbered(folder.parent)
+        others = sorted((_is_marked(path), number, path) for number, path in numbered if path != folder)
+        for _, _, path in others[: max(0, len(others) + 1 - limit)]:
+            # First of all, so that an interruption leaves none that looks complete.
+            (path / _MARK).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def mark_of(folder: Path, models: int) -> Mark:
@@ -193,10 +111,9 @@ def mark_of(folder: Path, models: int) -> Mark:
     Raises:
         ValueError: if no save of FlatAccelerator has completed there, or the number of models differs.
     """
-    if not is_marked(folder):
+    if not _is_marked(folder):
         raise ValueError(
-            f"{folder} has no {_MARK}: it was not written by FlatAccelerator.save_state, or that was stopped "
-            "before its end"
+            f"{folder} has no {_MARK}: no save_state wrote it, or one was stopped before its end"
         )
     found = _read_mark(folder)
     if found is None:
@@ -221,10 +138,15 @@ def newest(folder: Path) -> Path:
     Raises:
         ValueError: if there is none.
     """
-    ended = [(number, path) for number, path in _numbered(folder) if is_marked(path)]
+    ended = [(number, path) for number, path in _numbered(folder) if _is_marked(path)]
     if not ended:
         raise ValueError(f"{folder} has no checkpoint that FlatAccelerator.save_state has completed")
     return max(ended)[1]
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether a save into the folder has completed."""
+    return (folder / _MARK).is_file()
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -3,24 +3,24 @@
 What carries over unchanged and what differs: docs/fairscale.md.
 """
 
-from flatfsdp.compat.fairscale.batchnorm import auto_wrap_bn
+from flatfsdp.compat.fairscale.fairscale_options import ProcessGroupName
 from flatfsdp.compat.fairscale.flatten import FlattenParamsWrapper
 from flatfsdp.compat.fairscale.fsdp import (
     FullyShardedDataParallel,
+    TrainingState,
     get_fsdp_instances,
     no_pre_load_state_dict_hook,
 )
 from flatfsdp.compat.fairscale.grad_scaler import ShardedGradScaler
-from flatfsdp.compat.fairscale.process_group import ProcessGroupName
 from flatfsdp.compat.fairscale.recompute import (
     checkpoint_wrapper,
     disable_checkpointing,
     is_checkpointing,
     is_recomputing,
 )
-from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.compat.fairscale.wrapping import (
     auto_wrap,
+    auto_wrap_bn,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
     enable_wrap,

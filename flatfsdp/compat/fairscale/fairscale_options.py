@@ -1,39 +1,65 @@
 """Translates fairscale's constructor arguments into the engine's, and refuses unsupported ones.
 
 In:   arguments of `FullyShardedDataParallel`, and the parameters that it is about to take, by name.
-Out:  `Precision`, a device, default gradient factors; or an error that names the alternative.
+Out:  `Precision`, a device, a mesh, default gradient factors; or an error that names the alternative.
 Next: `engine/api/wrapper.py` passes them to `FlatFSDP`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.options import Precision
+
+
+class ProcessGroupName(str, Enum):
+    """Values of `process_group_reduce_scatter`."""
+
+    default = "default"
+    """Reduce over the group that all-gathers: nothing overlaps."""
+    reduce_scatter = "reduce_scatter"
+    """Reduce over a separate communicator, as the engine always does."""
+
+
+def check_reduce_scatter_group(group: Any) -> None:
+    """Raises TypeError unless `group` is a ProcessGroupName, a process group, or a stand-in with a rank()."""
+    is_name = isinstance(group, str) and group in [name.value for name in ProcessGroupName]
+    if not is_name and not isinstance(group, dist.ProcessGroup) and not hasattr(group, "rank"):
+        way_out = "pass a ProcessGroupName or a process group"
+        raise TypeError(f"process_group_reduce_scatter is {group!r}; {way_out}")
+
+
+def mesh_of(group: dist.ProcessGroup | None, *, shard: bool) -> DeviceMesh | None:
+    """Makes a mesh of a process group: (N,), or (N, 1) without sharding; None for None."""
+    if group is None:
+        return None
+    device_type = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    if shard:
+        return DeviceMesh.from_group(group, device_type)
+    alone = Ranks.among((dist.get_rank(),)).group
+    assert alone is not None
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).unsqueeze(1)
+    return DeviceMesh.from_group([group, alone], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gather: bool) -> None:
     """Raises NotImplementedError for features that the engine does not have."""
-    if not flatten_parameters:
-        raise NotImplementedError(
-            "flatten_parameters=False is not supported: a unit is one flat buffer; for optimizer settings by "
-            "parameter, wrap with flatten_parameters=True and use flatfsdp.param_groups"
-        )
-    if getattr(offload_config, "offload_type", offload_config) is not None:
-        raise NotImplementedError(
-            "offload_config is not supported: shards are kept on the device or in CPU memory, not on disk; "
-            "use move_params_to_cpu=True"
-        )
-    if fp8_all_gather:
-        raise NotImplementedError(
-            "fp8_all_gather is not supported here: FP8 needs layers that declare how they store weights; "
-            "wrap with flatfsdp.FlatFSDP instead"
-        )
+    offloads = getattr(offload_config, "offload_type", offload_config) is not None
+    for what, is_asked in (
+        ("flatten_parameters=False is not supported; use flatfsdp.param_groups", not flatten_parameters),
+        ("offload_config is not supported; use move_params_to_cpu=True", offloads),
+        ("fp8_all_gather is not supported; wrap FP8 layers with flatfsdp.FlatFSDP", fp8_all_gather),
+    ):
+        if is_asked:
+            raise NotImplementedError(what)
 
 
 def choose_cpu_offload(move_params_to_cpu: bool, cpu_offload: bool, move_grads_to_cpu: bool | None) -> bool:
@@ -44,16 +70,13 @@ def choose_cpu_offload(move_params_to_cpu: bool, cpu_offload: bool, move_grads_t
     """
     offload = move_params_to_cpu or cpu_offload
     if move_grads_to_cpu is not None and move_grads_to_cpu != offload:
-        raise ValueError(
-            f"move_grads_to_cpu={move_grads_to_cpu} with move_params_to_cpu={offload}: the optimizer needs a "
-            "shard and its gradient in one place; leave move_grads_to_cpu out"
-        )
+        both = f"move_grads_to_cpu={move_grads_to_cpu} with move_params_to_cpu={offload}"
+        raise ValueError(f"{both}: an optimizer needs both in one place; leave move_grads_to_cpu out")
     return offload
 
 
 def choose_precision(
     parameters: Mapping[str, Tensor],
-    *,
     mixed_precision: bool,
     compute_dtype: torch.dtype | None,
     buffer_dtype: torch.dtype | None,
@@ -78,7 +101,7 @@ def choose_precision(
     if mixed_precision:
         if own not in (None, torch.float32):
             raise ValueError(
-                f"mixed_precision=True keeps FP32 shards, but parameter {next(iter(parameters))} is {own}; "
+                f"mixed_precision=True has FP32 shards, but parameter {next(iter(parameters))} is {own}; "
                 "pass a module in FP32, or mixed_precision=False"
             )
         param, compute = torch.float32, compute_dtype or torch.float16
@@ -86,18 +109,12 @@ def choose_precision(
         param = compute = own or compute_dtype or torch.float32
         if compute_dtype not in (None, compute):
             raise ValueError(
-                f"parameter {next(iter(parameters))} is {own} and compute_dtype {compute_dtype}; convert the "
-                "module before wrapping it, or pass mixed_precision=True to keep FP32 shards"
+                f"parameter {next(iter(parameters))} is {own} and compute_dtype {compute_dtype}; convert it "
+                "before, or pass mixed_precision=True for FP32 shards"
             )
     reduce = torch.float32 if fp32_reduce_scatter else compute
-    return Precision(
-        param=param,
-        compute=compute,
-        accumulate=reduce,
-        reduce=reduce,
-        grad=None if mixed_precision else reduce,
-        buffer=buffer_dtype or compute,
-    )
+    grad, buffer = None if mixed_precision else reduce, buffer_dtype or compute
+    return Precision(param, compute, accumulate=reduce, reduce=reduce, grad=grad, buffer=buffer)
 
 
 def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype | None:

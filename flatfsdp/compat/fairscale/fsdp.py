@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,10 +21,8 @@ from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.compat.fairscale import fairscale_options, optim_state
-from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group, mesh_of
-from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
-from flatfsdp.compat.fairscale.states import TrainingState
+from flatfsdp.compat.fairscale import fairscale_options, saved_states
+from flatfsdp.compat.fairscale.fairscale_options import ProcessGroupName
 from flatfsdp.engine.api.shard import make_unit, make_units
 from flatfsdp.engine.api.wrapper import FlatFSDP
 from flatfsdp.engine.build.build_unit import parameters_to_take
@@ -34,6 +33,18 @@ from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.options import Gathering, Options
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
+
+
+class TrainingState(Enum):
+    """The phase of a `FullyShardedDataParallel` within a step (its `training_state`)."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD_PRE = auto()
+    """A backward is running, and gradients of this instance are still missing."""
+    BACKWARD_POST = auto()
+    """A backward is running, and all gradients of this instance have landed."""
+    SUMMON_FULL_PARAMS = auto()
 
 
 class FullyShardedDataParallel(FlatFSDP):
@@ -124,7 +135,7 @@ class FullyShardedDataParallel(FlatFSDP):
         offload_config: Any = None,
         fp8_all_gather: bool = False,
     ) -> None:
-        check_reduce_scatter_group(process_group_reduce_scatter)
+        fairscale_options.check_reduce_scatter_group(process_group_reduce_scatter)
         fairscale_options.check_supported(flatten_parameters, offload_config, fp8_all_gather)
         offload = fairscale_options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
         if process_group is None:
@@ -132,16 +143,12 @@ class FullyShardedDataParallel(FlatFSDP):
         ranks = Ranks.of(process_group)
         parameters = parameters_to_take(module)
         precision = fairscale_options.choose_precision(
-            parameters,
-            mixed_precision=mixed_precision,
-            compute_dtype=compute_dtype,
-            buffer_dtype=buffer_dtype,
-            fp32_reduce_scatter=fp32_reduce_scatter,
+            parameters, mixed_precision, compute_dtype, buffer_dtype, fp32_reduce_scatter
         )
         # Not FlatFSDP's own, which lists local shards.
         ModuleWrapper.__init__(self, module)
         chosen = Options(
-            mesh=mesh_of(process_group, shard=shard),
+            mesh=fairscale_options.mesh_of(process_group, shard=shard),
             device=fairscale_options.choose_device(compute_device, parameters, process_group),
             precision=precision,
             cast_inputs=False,
@@ -163,7 +170,7 @@ class FullyShardedDataParallel(FlatFSDP):
         self.mixed_precision = mixed_precision
         self.fp32_reduce_scatter = fp32_reduce_scatter
         self.flatten_parameters = flatten_parameters
-        self.move_params_to_cpu = self.move_grads_to_cpu = offload
+        self.cpu_offload = self.move_params_to_cpu = self.move_grads_to_cpu = offload
         self.compute_dtype, self.buffer_dtype = precision.compute, precision.buffer
         self.compute_device = self.fsdp_state.shared.device
         self._no_broadcast_optim_state = bool(no_broadcast_optim_state)
@@ -217,11 +224,6 @@ class FullyShardedDataParallel(FlatFSDP):
             for portion in master.local_shards
             if reduced_grad(portion.parameter, master.grad_attribute) is not None
         ]
-
-    @property
-    def cpu_offload(self) -> bool:
-        """Whether shards are kept in CPU memory."""
-        return self.move_params_to_cpu
 
     @property
     def _is_root(self) -> bool | None:
@@ -288,9 +290,8 @@ class FullyShardedDataParallel(FlatFSDP):
         for group in state.groups:
             if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
                 raise RuntimeError(
-                    f"the flat parameter of unit {group.name} was replaced (by another engine around the "
-                    "model, or torch.func.functional_call), and nothing would read what took its place; "
-                    "write to it in place, and give functional_call a plain copy of the model"
+                    f"the flat parameter of unit {group.name} was replaced, by another engine or by "
+                    "functional_call, and nothing would read it; write to it in place, or call a plain copy"
                 )
 
     @never_traced
@@ -298,6 +299,11 @@ class FullyShardedDataParallel(FlatFSDP):
         """Casts FP32 inputs of the root, labels too, as fairscale does."""
         is_cast = self._casts_input and root_of(self._unit).unit is self.fsdp_state
         return _cast((args, kwargs), torch.float32, self.compute_dtype) if is_cast else (args, kwargs)
+
+    def _require_idle_root(self, called: str) -> None:
+        root_of(self._unit)
+        assert self._is_root, f"{called} is for the root instance; call it on the outermost one"
+        self.assert_state(TrainingState.IDLE)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -307,9 +313,7 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle.
         """
-        root_of(self._unit)
-        assert self._is_root, "no_sync is for the root instance; call it on the outermost one"
-        self.assert_state(TrainingState.IDLE)
+        self._require_idle_root("no_sync")
         with self._unit.no_sync():
             yield
 
@@ -327,9 +331,7 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle, or if an instance is spread over other ranks than the root.
         """
-        root_of(self._unit)
-        assert self._is_root, "clip_grad_norm_ is for the root instance; call it on the outermost one"
-        self.assert_state(TrainingState.IDLE)
+        self._require_idle_root("clip_grad_norm_")
         return self._unit.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
@@ -395,10 +397,8 @@ class FullyShardedDataParallel(FlatFSDP):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(
-            "append_shared_param is not supported: a parameter belongs to one unit; wrap a module that "
-            "contains all modules that share it"
-        )
+        way_out = "wrap a module that contains all modules that share it"
+        raise NotImplementedError(f"append_shared_param: a parameter belongs to one unit; {way_out}")
 
     # ---- full checkpoints -------------------------------------------------------------------------------
 
@@ -449,29 +449,25 @@ class FullyShardedDataParallel(FlatFSDP):
     def local_metadata_dict(self) -> dict[str, Any]:
         """Metadata of this rank for `consolidate_shard_weights`, as plain JSON values."""
         metadata = checkpoint.local_metadata(self)
-        alone = {
-            f"{prefix}{group.flat_name}"
-            for prefix, unit in units_in(self)
-            for group in unit.fsdp_state.groups
-            if optim_state.is_uncollected(unit, self._unit)
-        }
-        for key, about in metadata["shards"].items():
-            about["no_broadcast_optim_state"] = key in alone
+        for prefix, unit in units_in(self):
+            for group in unit.fsdp_state.groups:
+                about = metadata["shards"][f"{prefix}{group.flat_name}"]
+                about["no_broadcast_optim_state"] = saved_states.is_uncollected(unit, self._unit)
         return metadata
 
-    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
+    consolidate_shard_weights = staticmethod(saved_states.consolidate_shard_weights)
 
     # ---- optimizer state --------------------------------------------------------------------------------
 
     def gather_full_optim_state_dict(self, optim: Optimizer, **_ignored: Any) -> dict[str, Any] | None:
         """The optimizer's state with whole tensors, on the CPU, by the numbers of the plain parameters.
 
-        `optim_state.py` describes the format.  Collective; call it on the root.
+        `saved_states.py` describes the format.  Collective; call it on the root.
 
         Returns:
             None on all ranks but the first.
         """
-        return optim_state.gather_full(self._unit, optim)
+        return saved_states.gather_full(self._unit, optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of what `gather_full_optim_state_dict` returned, for `load_state_dict`.
@@ -479,7 +475,7 @@ class FullyShardedDataParallel(FlatFSDP):
         Works for any number of ranks, and for states that fairscale saved.  Every rank needs the whole dict,
         which is not changed.  Collective only at the first use of the model.
         """
-        return optim_state.shard_of(self._unit, full_optim_state_dict)
+        return saved_states.shard_of(self._unit, full_optim_state_dict)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:

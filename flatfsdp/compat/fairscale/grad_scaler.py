@@ -34,15 +34,9 @@ class ShardedGradScaler(_ShardedGradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            "cuda" if torch.cuda.is_available() else "cpu",
-            init_scale,
-            backoff_factor,
-            growth_factor,
-            growth_interval,
-            enabled,
-            process_group,
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        factors = (backoff_factor, growth_factor, growth_interval)
+        super().__init__(device, init_scale, *factors, enabled, process_group)
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or an iterable of losses, by the scale; 16-bit ones in FP32.

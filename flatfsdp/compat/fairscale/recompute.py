@@ -96,13 +96,9 @@ class _CheckpointedForward:
             args, kwargs = tree_unflatten(leaves, structure)
             return forward(*args, **kwargs)
 
-        with self._offload():
+        pins = torch.cuda.is_available()
+        with torch.autograd.graph.save_on_cpu(pins) if self._offload_to_cpu else nullcontext():
             return checkpoint(run, *leaves, use_reentrant=False, context_fn=partial(_contexts, module))
-
-    def _offload(self) -> AbstractContextManager[Any]:
-        if not self._offload_to_cpu:
-            return nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._offload_to_cpu)

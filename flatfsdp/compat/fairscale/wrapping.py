@@ -2,18 +2,21 @@
 
 In:   a module, a policy with fairscale's signature, the wrapper's class and arguments from the context.
 Out:  the module with the chosen parts wrapped, inner ones first.
-Next: `engine/api/wrapper.py`, or any other wrapper class.
+Next: `fsdp.py`, or any other wrapper class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatfsdp.compat.fairscale.fsdp import FullyShardedDataParallel
 
 AutoWrapPolicy = Callable[..., bool]
 """Called with module, recurse, unwrapped_params and module_is_root, by keyword.
@@ -22,8 +25,7 @@ Returns whether to visit the children of `module` if `recurse`, else whether to 
 """
 
 
-@dataclass(frozen=True)
-class _Context:
+class _Context(NamedTuple):
     """The arguments of `enable_wrap`."""
 
     wrapper_cls: Callable[..., nn.Module]
@@ -100,51 +102,45 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None,
         return module
     if isinstance(context.wrapper_cls, type):
         for name, inner in module.named_modules():
-            assert not isinstance(inner, context.wrapper_cls), (
-                f"{name or 'the module'} is wrapped already; auto_wrap it once, or tag modules with "
-                "wrapper_config and use config_auto_wrap_policy"
-            )
-    return _Walk(context.policy if auto_wrap_policy is None else auto_wrap_policy, kwargs).visit(module)
+            way_out = "auto_wrap it once, or use config_auto_wrap_policy"
+            assert not isinstance(inner, context.wrapper_cls), f"{name or 'it'} is wrapped already; {way_out}"
+    policy = context.policy if auto_wrap_policy is None else auto_wrap_policy
+    return _wrapped_below(module, policy, kwargs, {}, is_root=True)[0]
 
 
-class _Walk:
-    """One `auto_wrap`; remembers visited modules, which may be used in several places."""
+Done = dict[nn.Module, tuple[nn.Module, int]]
+"""The result of `_wrapped_below` for each module that was visited; one may be used in several places."""
 
-    def __init__(self, policy: AutoWrapPolicy, overrides: dict[str, Any]) -> None:
-        self._policy = policy
-        self._overrides = overrides
-        self._done: dict[nn.Module, tuple[nn.Module, int]] = {}
 
-    def visit(self, root: nn.Module) -> nn.Module:
-        """Wraps below and at `root`; returns it or its wrapper."""
-        return self._visit(root, is_root=True)[0]
+def _wrapped_below(
+    module: nn.Module, policy: AutoWrapPolicy, overrides: dict[str, Any], done: Done, is_root: bool = False
+) -> tuple[nn.Module, int]:
+    """Wraps below and at `module`.
 
-    def _visit(self, module: nn.Module, *, is_root: bool) -> tuple[nn.Module, int]:
-        """Returns `module` or its wrapper, and the number of parameters below it that are now wrapped."""
-        if module not in self._done:
-            self._done[module] = self._wrap_below(module, is_root)
-        return self._done[module]
+    Args:
+        module: the module.
+        policy: what is asked.
+        overrides: arguments of the wrapper.
+        done: results so far.
+        is_root: whether `auto_wrap` was called with it.
 
-    def _wrap_below(self, module: nn.Module, is_root: bool) -> tuple[nn.Module, int]:
-        total = sum(parameter.numel() for parameter in module.parameters())
-
-        def policy(recurse: bool, unwrapped: int) -> bool:
-            return self._policy(
-                module=module, recurse=recurse, unwrapped_params=unwrapped, module_is_root=is_root
-            )
-
-        if not policy(True, total):
-            return module, 0
-        wrapped = 0
+    Returns:
+        `module` or its wrapper, and the number of parameters below it that are now wrapped.
+    """
+    if module in done:
+        return done[module]
+    total, wrapped = sum(parameter.numel() for parameter in module.parameters()), 0
+    if policy(module=module, recurse=True, unwrapped_params=total, module_is_root=is_root):
         for child in list(module.children()):
-            replacement, numel = self._visit(child, is_root=False)
+            replacement, numel = _wrapped_below(child, policy, overrides, done)
             wrapped += numel
             if replacement is not child:
                 for name in [name for name, other in module._modules.items() if other is child]:
                     setattr(module, name, replacement)
-        if policy(False, total - wrapped):
-            return wrap(module, **self._overrides), total
-        return module, wrapped
+        left = total - wrapped
+        if policy(module=module, recurse=False, unwrapped_params=left, module_is_root=is_root):
+            done[module] = wrap(module, **overrides), total
+    return done.setdefault(module, (module, wrapped))
 
 
 def default_auto_wrap_policy(
@@ -193,3 +189,41 @@ def config_auto_wrap_policy(
 ) -> bool:
     """Wraps the modules that carry an attribute `wrapper_config`, a dict of arguments for the wrapper."""
     return recurse or hasattr(module, "wrapper_config")
+
+
+def auto_wrap_bn(
+    module: nn.Module,
+    single_rank_pg: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    fsdp_config: dict[str, Any] | None = None,
+    wrap_it: bool = True,
+    assert_on_collision: bool = True,
+) -> nn.Module:
+    """Wraps every BatchNorm (synchronised ones, too) in its own unit; call it before wrapping the rest.
+
+    Args:
+        module: the module to search.
+        single_rank_pg: keep their few parameters whole on every rank of process_group and average gradients,
+            rather than shard them.
+        process_group: rank group of the units; default: all ranks.
+        fsdp_config: arguments of the units instead of the default (FP32, kept after forward); its
+            flatten_parameters is ignored.
+        wrap_it: False only tags the layers with `wrapper_config`, for `auto_wrap` with
+            `config_auto_wrap_policy`.
+        assert_on_collision: fail if a layer is already tagged.
+
+    Returns:
+        `module`, changed in place, or the unit around it if it is a BatchNorm itself.
+    """
+    if fsdp_config is None:
+        fsdp_config = {"process_group": process_group, "reshard_after_forward": False}
+    config = {**fsdp_config, "flatten_parameters": True, "shard": not single_rank_pg}
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm):
+            assert not (assert_on_collision and hasattr(layer, "wrapper_config")), (
+                f"{name or 'the module'} has a wrapper_config already; was it tagged by another policy?"
+            )
+            layer.wrapper_config = config  # type: ignore[assignment]
+    wrapping = enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel)
+    with wrapping if wrap_it else nullcontext():
+        return auto_wrap(module)

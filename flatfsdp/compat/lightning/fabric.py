@@ -17,22 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flatfsdp.checkpoint import Writer
 from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.checkpoint.saving import write
 from flatfsdp.comm.paths import local_path
-from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.compat.training_loops import open_folder, require_current, require_place
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.api.methods import UnitMethods
 
 try:
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins import Precision
-    from lightning.fabric.strategies import DDPStrategy
+    from lightning import fabric
 except ModuleNotFoundError:
     try:
-        from lightning_fabric import Fabric
-        from lightning_fabric.plugins import Precision
-        from lightning_fabric.strategies import DDPStrategy
+        import lightning_fabric as fabric
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"flatfsdp.compat.lightning needs Lightning Fabric ({error}): pip install lightning-fabric"
@@ -40,8 +38,10 @@ except ModuleNotFoundError:
 
 __all__ = ["Fabric", "FlatFSDPStrategy"]
 
+Fabric = fabric.Fabric
 
-class FlatFSDPStrategy(DDPStrategy):
+
+class FlatFSDPStrategy(fabric.strategies.DDPStrategy):
     """Fabric strategy with FlatFSDP as its engine: one process per device, started by Fabric or torchrun.
 
         fabric = Fabric(devices=2, strategy=FlatFSDPStrategy())
@@ -73,10 +73,8 @@ class FlatFSDPStrategy(DDPStrategy):
         super().__init__(**options)
         self._overwrite = overwrite
         if self._ddp_kwargs:
-            raise TypeError(
-                f"FlatFSDPStrategy has no option {', '.join(self._ddp_kwargs)}; what concerns the model is "
-                "said where it is wrapped, in auto_wrap or FlatFSDP"
-            )
+            names = ", ".join(self._ddp_kwargs)
+            raise TypeError(f"FlatFSDPStrategy has no option {names}; pass the model's where it is wrapped")
         self._backward_sync_control = _BackwardSync()
 
     def __repr__(self) -> str:
@@ -91,10 +89,10 @@ class FlatFSDPStrategy(DDPStrategy):
         Raises:
             ValueError: if Fabric would cast, too.
         """
-        if type(self.precision) is not Precision:
+        if type(self.precision) is not fabric.plugins.Precision:
             raise ValueError(
-                f"Fabric has precision={self.precision.precision!r}, but FlatFSDP casts, unit by unit; leave "
-                "it out, and wrap the model with precision=flatfsdp.Precision(compute=...)"
+                f"Fabric has precision={self.precision.precision!r}, but FlatFSDP casts; leave it out, and "
+                "wrap the model with precision=flatfsdp.Precision(compute=...)"
             )
         super().setup_environment()
 
@@ -112,7 +110,7 @@ class FlatFSDPStrategy(DDPStrategy):
                 "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device), or shard in place"
             )
         way_out = "wrap it after fabric.launch(), with device=fabric.device, over all ranks, without tp_group"
-        require_place(unit, self.root_device, self.world_size, way_out)
+        require_place(unit, self.root_device, self.world_size, "Lightning", way_out)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -121,7 +119,7 @@ class FlatFSDPStrategy(DDPStrategy):
         Raises:
             ValueError: if it was made before the model was wrapped.
         """
-        require_current(optimizer)
+        require_current(optimizer, "make it after the model is sharded, of model.parameters()")
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -165,14 +163,12 @@ class FlatFSDPStrategy(DDPStrategy):
         """
         if storage_options is not None or filter:
             raise NotImplementedError(
-                "FlatFSDPStrategy saves whole models, to a folder; for parts of one, or other storage, take "
-                "flatfsdp.checkpoint.full_state_dict(model.module)"
+                "FlatFSDPStrategy saves whole models, to a folder; for a part take checkpoint.full_state_dict"
             )
         model, optimizer, ema, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-        save_folder(
-            self.broadcast(path), model, optimizer, ema, extra, overwrite=self._overwrite, weights_only=True
-        )
+        writer = Writer(self.broadcast(path), overwrite=self._overwrite, extra=extra)
+        write(writer, model, optimizer, ema)
 
     def load_checkpoint(
         self,
@@ -243,8 +239,7 @@ def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[
     if len(models) != 1 or len(optimizers) > 1 or len(averages) > 1:
         raise ValueError(
             "a checkpoint is of one sharded model and at most one optimizer and one EMA, and the state has "
-            f"{len(models)}, {len(optimizers)} and {len(averages)}; pass a dict such as "
-            '{"model": model, "optimizer": optimizer, "step": step}'
+            f"{len(models)}, {len(optimizers)} and {len(averages)}; pass a dict with one of each"
         )
     known = UnitMethods | Optimizer | EMA
     rest = {key: each for key, each in state.items() if not isinstance(unwrapped(each), known)}

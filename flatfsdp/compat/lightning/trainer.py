@@ -2,7 +2,7 @@
 
 In:   a LightningModule written for DDP.
 Out:  the same object, sharded in place; the Trainer's loop calls it as before.
-Next: `engine/api` shards, `shared.py` writes and reads checkpoints.
+Next: `training_loops.py` shards, `flatfsdp.checkpoint` saves and loads.
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from flatfsdp.checkpoint import Writer
 from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.checkpoint.saving import write
 from flatfsdp.comm.paths import local_path
-from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.compat.training_loops import open_folder, require_current, require_place, shard_as_ddp
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule
-from flatfsdp.engine.api.shard import register_forward_method, shard
+from flatfsdp.engine.api.shard import register_forward_method
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.options import Options, require_known
 
 try:
-    from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.plugins import MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning import pytorch
 except ModuleNotFoundError:
     try:
-        from pytorch_lightning import LightningModule, Trainer
-        from pytorch_lightning.plugins import MixedPrecision, Precision
-        from pytorch_lightning.strategies import DDPStrategy
-        from pytorch_lightning.trainer.states import TrainerFn
+        import pytorch_lightning as pytorch
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"flatfsdp.compat.lightning.trainer needs Lightning's Trainer ({error}): pip install lightning"
@@ -53,7 +49,7 @@ _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 """Lightning's callbacks for averaging weights; versions have one or both."""
 
 
-class FlatFSDPStrategy(DDPStrategy):
+class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
     """Trainer strategy with FlatFSDP as its engine: one process per device.
 
         trainer = Trainer(devices=2, strategy=FlatFSDPStrategy(by_class(Block)))
@@ -102,9 +98,7 @@ class FlatFSDPStrategy(DDPStrategy):
         )
         require_known("FlatFSDPStrategy", options)
         if "device" in options:
-            raise TypeError(
-                "FlatFSDPStrategy has no option device; the Trainer has accelerator= and devices="
-            )
+            raise TypeError("FlatFSDPStrategy has no option device; the Trainer has accelerator=, devices=")
         self._policy, self._overwrite, self._options = policy, overwrite, options
         self.ema: EMA | None = None
         self._gathered = ExitStack()
@@ -122,16 +116,17 @@ class FlatFSDPStrategy(DDPStrategy):
             ValueError: if the Trainer casts in a way that is not known to give DDP's numbers.
         """
         plugin = self.precision_plugin
-        is_plain = type(plugin) is Precision
-        if not is_plain and not (type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed"):
+        is_plain = type(plugin) is pytorch.plugins.Precision
+        if not is_plain and not (
+            type(plugin) is pytorch.plugins.MixedPrecision and plugin.precision == "bf16-mixed"
+        ):
             raise ValueError(
-                f"the Trainer has {type(plugin).__name__} with precision={plugin.precision!r}, which "
-                "FlatFSDPStrategy does not support; leave it out and pass "
-                "FlatFSDPStrategy(precision=flatfsdp.Precision(compute=...)), or take 'bf16-mixed'"
+                f"the Trainer has {type(plugin).__name__} with precision={plugin.precision!r}; take "
+                "'bf16-mixed', or leave it out: FlatFSDPStrategy(precision=flatfsdp.Precision(compute=...))"
             )
         super().setup_environment()
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: pytorch.Trainer) -> None:
         """Shards the module, unless it is sharded already, and makes the optimizer.
 
         Raises:
@@ -143,45 +138,36 @@ class FlatFSDPStrategy(DDPStrategy):
         for callback in trainer.callbacks:
             if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
                 raise NotImplementedError(
-                    f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
-                    "shards it; keep an EMA of flatfsdp.checkpoint.ema in a callback"
+                    f"{type(callback).__name__} averages a copy of the whole module, which is sharded; in a "
+                    "callback of your own keep an EMA of flatfsdp.checkpoint.ema"
                 )
-        for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+        for callback in trainer.checkpoint_callbacks if trainer.state.fn == "fit" else ():
             # Now, rather than in the first save.
             local_path(getattr(callback, "dirpath", None) or "")
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         if not is_unit(self.lightning_module):
             self._shard(self.lightning_module)
-        module = self._module
-        require_place(
-            module,
-            self.root_device,
-            self.world_size,
-            "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)",
-        )
-        self.model = module
-        if trainer.state.fn == TrainerFn.FITTING:
+        self.model = module = self._module
+        way_out = "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)"
+        require_place(module, self.root_device, self.world_size, "Lightning", way_out)
+        if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _shard(self, module: LightningModule) -> None:
+    def _shard(self, module: pytorch.LightningModule) -> None:
         for name, _ in units_in(module):
-            raise ValueError(
-                f"{name} is sharded already, and the optimizer, clipping and checkpoints are the whole "
-                f"{type(module).__name__}'s; leave it to the strategy: FlatFSDPStrategy(policy, ...)"
-            )
+            way_out = "leave it to the strategy: FlatFSDPStrategy(policy, ...)"
+            raise ValueError(f"{name} is sharded already, not the whole {type(module).__name__}; {way_out}")
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module.to(self.root_device)
-        # As DDP does: programs need not seed all ranks alike.
-        options = {"sync_module_states": True, **self._options, "device": self.root_device}
-        shard(module, self._policy, **options)
+        shard_as_ddp(module, self._policy, self.root_device, self._options)
         for name in _STEPS:
             register_forward_method(module, name)
 
-    def setup_optimizers(self, trainer: Trainer) -> None:
+    def setup_optimizers(self, trainer: pytorch.Trainer) -> None:
         """Makes the optimizer of the sharded module.
 
         Raises:
@@ -191,12 +177,10 @@ class FlatFSDPStrategy(DDPStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
-            raise NotImplementedError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, and FlatFSDPStrategy "
-                "takes one; give it several parameter groups"
-            )
+            found = f"{len(self.optimizers)} optimizers, and a checkpoint holds one"
+            raise NotImplementedError(f"configure_optimizers made {found}; take several parameter groups")
         for optimizer in self.optimizers:
-            require_current(optimizer)
+            require_current(optimizer, "make it after the model is sharded, in configure_optimizers")
 
     @property
     def _module(self) -> FlatFSDPModule:
@@ -231,15 +215,9 @@ class FlatFSDPStrategy(DDPStrategy):
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the module is sharded before a checkpoint is loaded."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: `load_checkpoint` loads the optimizer."""
-        return False
+    # The module is sharded before a checkpoint is loaded, and `load_checkpoint` loads the optimizer, too.
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """A placeholder for the model, whose shards `save_checkpoint` writes."""
@@ -264,22 +242,15 @@ class FlatFSDPStrategy(DDPStrategy):
         states = [checkpoint.get("state_dict"), *checkpoint.get("optimizer_states", [])]
         if not all(type(state) is _Elsewhere and not state for state in states):
             raise NotImplementedError(
-                "a hook or callback has changed state_dict or optimizer_states of the checkpoint, which "
-                "FlatFSDPStrategy writes from the shards; put what else is to be saved under another key"
+                "a hook or callback has changed state_dict or optimizer_states of the checkpoint, which are "
+                "written from the shards; put what else is to be saved under another key"
             )
         optimizer = self.optimizers[0] if len(states) > 1 else None
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         path = self.broadcast(filepath)
-        save_folder(
-            path,
-            self._module,
-            optimizer,
-            self.ema,
-            extra,
-            overwrite=self._overwrite,
-            # Hyperparameters of a module may be of any class, and a run should not end for them.
-            weights_only=False,
-        )
+        # Hyperparameters of a module may be of any class, and a run should not end for them.
+        writer = Writer(path, overwrite=self._overwrite, extra=extra, weights_only=False)
+        write(writer, self._module, optimizer, self.ema)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -307,9 +278,8 @@ class FlatFSDPStrategy(DDPStrategy):
     def _load_file(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         if self._is_fitting:
             raise ValueError(
-                f"{path} is a file that another strategy has written, with an optimizer's state that is not "
-                'sharded; begin from its weights: module.load_state_dict(torch.load(path)["state_dict"]) '
-                "before fit, without ckpt_path"
+                f"{path} is a file that another strategy has written; begin from its weights, without "
+                'ckpt_path: module.load_state_dict(torch.load(path)["state_dict"]) before fit'
             )
         saved: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         self._module.load_state_dict(saved["state_dict"], strict=self.lightning_module.strict_loading)
@@ -317,7 +287,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
     @property
     def _is_fitting(self) -> bool:
-        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return self.lightning_module.trainer.state.fn == "fit"
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Does nothing: `load_checkpoint` has loaded the model."""

@@ -37,17 +37,12 @@ def install() -> None:
     Raises:
         RuntimeError: if this version of PyTorch lacks one of them.
     """
-    for name, ours in (
-        ("_get_model_state_dict", _get_model),
-        ("_get_optim_state_dict", _get_optimizers),
-        ("_load_model_state_dict", _load_model),
-        ("_load_optim_state_dict", _load_optimizers),
-    ):
+    getters: list[Any] = [_get_model_state_dict, _get_optim_state_dict]
+    for ours in (*getters, _load_model_state_dict, _load_optim_state_dict):
+        name = ours.__name__
         if not hasattr(torchs, name):
-            raise RuntimeError(
-                f"torch {torch.__version__} has no torch.distributed.checkpoint.state_dict.{name}, "
-                "through which FlatFSDP answers; use flatfsdp.checkpoint.save and load, or full_state_dict"
-            )
+            cause = f"torch {torch.__version__} has no torch.distributed.checkpoint.state_dict.{name}"
+            raise RuntimeError(f"{cause}; use save and load, or full_state_dict, of flatfsdp.checkpoint")
         setattr(torchs, name, _for_sharded_models(getattr(torchs, name), ours))
 
 
@@ -79,22 +74,17 @@ def _require_full(info: Any) -> None:
     Raises:
         ValueError: for options that ask for anything but whole tensors by their names.
     """
-    if not info.full_state_dict:
-        raise ValueError(
-            f"a state dict by parameter names cannot hold the flat shards of a FlatFSDP model; {_WAY_OUT}"
-        )
-    if info.submodule_prefixes:
-        raise ValueError(
-            "submodules= is not supported for a FlatFSDP model; leave it out and take the keys that you want"
-        )
-    if info.flatten_optimizer_state_dict:
-        raise ValueError(
-            "flatten_optimizer_state_dict=True is not supported for a FlatFSDP model; leave it out, or use "
-            "flatfsdp.checkpoint.save and load"
-        )
+    whole = "flatten_optimizer_state_dict=True"
+    for is_asked, what, instead in (
+        (not info.full_state_dict, "a state dict by names that holds this rank's flat shards", _WAY_OUT),
+        (info.submodule_prefixes, "submodules=", "leave it out and take the keys that you want"),
+        (info.flatten_optimizer_state_dict, whole, "leave it out, or use flatfsdp.checkpoint.save and load"),
+    ):
+        if is_asked:
+            raise ValueError(f"{what} is not supported for a FlatFSDP model; {instead}")
 
 
-def _get_model(model: nn.Module, info: Any) -> dict[str, Any]:
+def _get_model_state_dict(model: nn.Module, info: Any) -> dict[str, Any]:
     if not info.handle_model:
         return {}
     _require_full(info)
@@ -103,7 +93,7 @@ def _get_model(model: nn.Module, info: Any) -> dict[str, Any]:
     return {_canonical(key): value for key, value in state.items() if key not in frozen}
 
 
-def _get_optimizers(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
+def _get_optim_state_dict(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
     if not info.handle_optim:
         return {}
     _require_full(info)
@@ -118,7 +108,7 @@ def _get_optimizers(model: nn.Module, optimizers: Optimizers, info: Any) -> dict
     return whole if whole["param_groups"] else {}
 
 
-def _load_model(model: nn.Module, state_dict: dict[str, Any], info: Any) -> _IncompatibleKeys:
+def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> _IncompatibleKeys:
     wanted = info.handle_model and bool(state_dict)
     if info.broadcast_from_rank0:
         # Ranks other than the first have been given nothing in either case.
@@ -132,7 +122,9 @@ def _load_model(model: nn.Module, state_dict: dict[str, Any], info: Any) -> _Inc
     return load_full_state_dict(model, given, from_rank0=info.broadcast_from_rank0, strict=info.strict)
 
 
-def _load_optimizers(model: nn.Module, optimizers: Optimizers, state_dict: dict[str, Any], info: Any) -> None:
+def _load_optim_state_dict(
+    model: nn.Module, optimizers: Optimizers, state_dict: dict[str, Any], info: Any
+) -> None:
     if not info.handle_optim:
         return
     _require_full(info)

@@ -61,10 +61,10 @@ class FromConfig:
     def __post_init__(self) -> None:
         architecture = self.architecture
         if not architecture.endswith(TASKS):
+            name = architecture or "a configuration without architectures"
             raise ValueError(
-                f"{architecture or 'the configuration without architectures'} is not known to learn from "
-                f"input_ids and labels alone, as models that end with {', '.join(TASKS)} do; plan it with "
-                "functions that build the model and its batches"
+                f"{name} is not known to learn from input_ids and labels alone, like *{', *'.join(TASKS)}; "
+                "plan it with functions that build the model and its batches"
             )
         if not hasattr(importlib.import_module("transformers"), architecture):
             raise ValueError(f"this version of transformers has no {architecture}; install one that does")
@@ -105,8 +105,7 @@ class FromConfig:
         """
         if self.longest is not None and seq > self.longest:
             raise ValueError(
-                f"sequences of {seq} tokens are longer than the {self.longest} positions of "
-                f"{self.architecture}"
+                f"{seq} tokens are longer than the {self.longest} positions of {self.architecture}"
             )
         for _ in range(microbatches):
             ids = torch.randint(0, self.config.vocab_size, (batch, seq), device=device)

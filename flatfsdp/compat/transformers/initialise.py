@@ -12,7 +12,9 @@ Out:  a function for `param_init_fn`, which is called unit by unit.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -39,25 +41,9 @@ def init_weights_of(model: nn.Module) -> ParamInit:
     """
     init = _InitWeights(model)
     if not any(init.model_of.values()):
-        raise ValueError(
-            f"{type(model).__name__} is no model of transformers: it has no _init_weights; give shard a "
-            "param_init_fn of your own"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{name} is no model of transformers; give shard a param_init_fn of your own")
     return init
-
-
-class _Adapter(NamedTuple):
-    """One adapter of a layer.
-
-    Attributes:
-        layer: PEFT's layer, around the adapted one.
-        name: name of the adapter.
-        how: `init_lora_weights` of its configuration.
-    """
-
-    layer: Any
-    name: str
-    how: Any
 
 
 class _InitWeights:
@@ -66,31 +52,34 @@ class _InitWeights:
     Attributes:
         model_of: the innermost model of transformers around each module, possibly itself; None if there is
             none.
-        adapter_of: the adapter that a module is part of.
+        adapter_of: what initialises the adapter that a module is part of.
     """
 
     after_children = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model_of: dict[nn.Module, Any] = {}
-        self.adapter_of: dict[nn.Module, _Adapter] = {}
+        self.adapter_of: dict[nn.Module, Callable[[], None]] = {}
         self._visit("", model, None, {})
 
     def __call__(self, module: nn.Module) -> None:
         if module in self.adapter_of:
-            layer, adapter, how = self.adapter_of[module]
-            layer.reset_lora_parameters(adapter, how)
+            self.adapter_of[module]()
             return
         if module not in self.model_of:
-            raise ValueError(
-                f"this {type(module).__name__} was not there when init_weights_of(model) was called; call it "
-                "when the model is complete, just before shard"
-            )
+            cause = "was not there when init_weights_of(model) was called"
+            raise ValueError(f"this {type(module).__name__} {cause}; call it just before shard")
         model = self.model_of[module]
         if model is not None:
             model._init_weights(module)
         elif module._parameters or module._buffers:
-            _reset(module)
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is None:
+                name = type(module).__name__
+                raise ValueError(
+                    f"a {name} around the model is on the meta device, without reset_parameters()"
+                )
+            reset()
 
     def _visit(self, path: str, module: nn.Module, model: Any, configs: dict[str, Any]) -> None:
         """Visits a module and its children.
@@ -134,13 +123,4 @@ class _InitWeights:
                     "some; build the model with values, or use LoRA with init_lora_weights=True"
                 )
             owner = by_name[name] if isinstance(by_name, nn.ModuleDict) else by_name
-            self.adapter_of[owner] = _Adapter(layer, name, how)
-
-
-def _reset(module: Any) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"a {type(module).__name__} around the model is on the meta device and has no reset_parameters()"
-        )
-    reset()
+            self.adapter_of[owner] = partial(layer.reset_lora_parameters, name, how)

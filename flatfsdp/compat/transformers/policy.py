@@ -31,10 +31,8 @@ def policy_of(model: nn.Module) -> WrapPolicy:
     layers = {innermost(type(layer)): None for layer in _layers(model, names, None)}
     if not layers:
         found = f"no module of {', '.join(sorted(names))} in a list" if names else "no _no_split_modules"
-        raise ValueError(
-            f"{type(model).__name__} has {found}, so its layers are not known; pass by_class(...) with the "
-            "class of its layers"
-        )
+        way_out = "pass by_class(...) with the class of its layers"
+        raise ValueError(f"{type(model).__name__} has {found}, so its layers are not known; {way_out}")
     return by_class(*layers)
 
 

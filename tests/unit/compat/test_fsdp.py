@@ -36,6 +36,18 @@ def model(**options: Any) -> FSDP:
     return FSDP(Net(**options), **options)
 
 
+def test_a_declared_instance_is_listed_as_not_collected() -> None:
+    expert = FSDP(nn.Linear(2, 2), no_broadcast_optim_state=True)
+    model = FSDP(nn.Sequential(expert, nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    shards = model.local_metadata_dict()["shards"]
+    assert {key for key, about in shards.items() if about["no_broadcast_optim_state"]} == {"0.flat_param"}
+    full = model.gather_full_optim_state_dict(optimizer)
+    assert full is not None and full["uncollected_local_ids"] == [1]
+
+
 def test_states_through_a_step() -> None:
     net = model()
     states: list[list[TrainingState]] = []

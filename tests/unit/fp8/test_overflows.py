@@ -15,6 +15,7 @@ from flatfsdp import Precision, by_class, fp8, shard
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Overflows, autocast, count_overflows
 from flatfsdp.fp8 import overflows as overflows_module
 from flatfsdp.fp8.casts import stateless_casts
+from flatfsdp.kernels.cast.scaling import current_scales
 from flatfsdp.layers import LayerNormMLP, Linear
 from tests.support.fp8_layers import (
     FFN,
@@ -132,6 +133,38 @@ def test_amaxes_enter_with_the_scale_of_their_casts() -> None:
             expected += amax * scale > 448
             step(layer, SHORT, torch.full((TOKENS, WIDTH), amax))
     assert overflows.table()[""]["input"] == counts(9, saturated=expected) and 2 <= expected <= 5
+
+
+def test_edges_of_a_scale() -> None:
+    layer = Linear(WIDTH, FFN)
+    step(layer, SHORT, steady())
+    scaling = layer._scalings["forward"]
+    scaling.arena.scale.fill_(2.0)
+    amaxes = (0.0, 1.0, 224.0, 224.00002, 1e30, math.inf, math.nan, 2.0**-149)
+    with count_overflows(layer) as overflows:
+        for amax in amaxes:
+            scaling.arena.history[0].fill_(amax)
+            overflows.before_update(scaling.arena)
+    assert overflows.table()[""]["weight"] == counts(7, saturated=3, infinite=1, nan=1)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_the_scale_of_an_amax_is_never_too_large_for_it(power_of_two: bool) -> None:
+    """This includes rounding: amax * scale is above 448 for many of these."""
+    layer = Linear(WIDTH, FFN)
+    step(layer, SHORT, steady())
+    arena = layer._scalings["forward"].arena
+    with count_overflows(layer) as overflows:
+        for amax in torch.rand(300) * 10.0 ** torch.randint(-30, 30, (300,)):
+            arena.history[0].fill_(amax)
+            arena.scale.copy_(
+                current_scales(arena.history[0], arena.fp8_max, power_of_two=power_of_two).scale
+            )
+            overflows.before_update(arena)
+        before = overflows.totals()
+        arena.history[0].mul_(2.0001)
+        overflows.before_update(arena)
+    assert before == counts(600) and overflows.totals() == counts(602, saturated=2)
 
 
 def test_all_casts_of_a_region_are_one_amax_with_delayed_scaling() -> None:
@@ -314,12 +347,12 @@ def test_counting_changes_no_bit(recipe: Any) -> None:
 
 def test_an_update_of_a_whole_model_is_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = seeded(Stack), []
-    add = overflows_module.add_overflows
-    monkeypatch.setattr(overflows_module, "add_overflows", lambda *args: (calls.append(args), add(*args)))
+    add = Overflows._add
+    monkeypatch.setattr(Overflows, "_add", lambda *args: (calls.append(args), add(*args)))
     with count_overflows(model), counted_updates() as updates:
         for _ in range(2):
             step(model, SHORT, steady())
-    assert [amax.numel() for amax, *_ in calls] == updates and len(updates) == 4
+    assert [amax.numel() for *_, amax, _ in calls] == updates and len(updates) == 4
 
 
 @FP8_RECIPES
@@ -328,7 +361,7 @@ def test_nothing_is_left_behind(recipe: Any, monkeypatch: pytest.MonkeyPatch) ->
     with count_overflows(model) as overflows:
         step(model, recipe, steady())
     before = overflows.table()
-    monkeypatch.setattr(overflows_module, "add_overflows", None)
+    monkeypatch.setattr(Overflows, "_add", None)
     with counted_updates() as updates:
         step(model, recipe, steady())
     assert len(updates) == (2 if recipe is SHORT else 0)

@@ -4,5 +4,5 @@ fuse                          finds the parts to fuse, and logs what it leaves o
 families, why_not, probe      known models; why a part is left to transformers; a numerical comparison
 model, layer, half            the model's forward, a layer's, and the base of its halves
 attention, mlp, head, small   attention, MLP, head and loss, norms and embeddings
-operands, fused_part, lora    packed weights; base of all parts; adapters
+fused_part, lora              base of all parts; adapters
 """

@@ -8,42 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused import lora
-from flatfsdp.compat.transformers.fused.half import FusedHalf
-from flatfsdp.compat.transformers.fused.operands import operands_of, packs_of
+from flatfsdp.compat.transformers.fused.half import FusedHalf, HalfMaps
 from flatfsdp.compat.transformers.fused.small import norm_of, tables_of
-from flatfsdp.compat.transformers.fused.why_not import (
-    NOT_SIDE_BY_SIDE,
-    captures_attentions,
-    different,
-    no_linear,
-    skipping,
-)
-from flatfsdp.contract.packed import Pack
+from flatfsdp.compat.transformers.fused.why_not import captures_attentions, no_linear
 from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.slices import add_to_slices
-from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, norm_linear, prepare
-
-
-class AttentionMaps(NamedTuple):
-    """The linear maps of one call; without `out`, the output projection is called as a module."""
-
-    qkv: MapOf
-    out: MapOf | None
 
 
 class FusedAttention(FusedHalf):
     """Self-attention of transformers; a direct call runs transformers' own forward."""
 
     linear_maps = ("qkv", "proj")
-    dropout_index = 0
+    first_at, second_at, dropout_index, takes_lora = "qkv", "out", 0, True
     config: Any
     layer_idx: int
     head_dim: int
@@ -53,31 +37,12 @@ class FusedAttention(FusedHalf):
     attention_dropout: float
     attn_dropout: nn.Dropout
 
-    def packed_parameters(self) -> tuple[Pack, ...]:
-        """The packed weight and bias of query, key and value, and the output projection's weight."""
-        if self._reason() is not None:
-            return ()
-        last = packs_of("out", [self._second()])[:1] if self._second_reason() is None else ()
-        return (*self._first_packs(), *last)
-
-    def maps(self, norm: nn.Module) -> AttentionMaps | str:
+    def maps(self, norm: nn.Module) -> HalfMaps | str:
         """The linear maps of this call, or the reason why transformers has to compute it."""
-        if captures_attentions():
-            return "attention weights are returned"
-        checked = self._check(norm)
-        if checked.reason is not None:
-            return checked.reason
-        family = self._family
-        operands = operands_of(self, checked.packs)
-        if operands is None:
-            return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
-        out = None
-        if checked.has_last:
-            out = MapOf("proj", self._second().weight, self._second().bias, family.transposed)
-        return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
+        return "attention weights are returned" if captures_attentions() else super().maps(norm)
 
     def attend(
-        self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]
+        self, hidden_states: Tensor, norm: nn.Module, maps: HalfMaps, arguments: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Computes the branch without its residual; also returns the residual, which is the norm's input.
 
@@ -89,8 +54,7 @@ class FusedAttention(FusedHalf):
         """
         projections = self._first()
         adapted = [lora.adds(each) for each in projections]
-        all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
-        ready = prepare(self, hidden_states, *all_maps)
+        ready = prepare(self, hidden_states, *(each for each in maps if each is not None))
         called = norm_linear(ready, norm_of(norm), keep=any(adapted))
         mixed = called.out
         if any(adapted):
@@ -103,36 +67,16 @@ class FusedAttention(FusedHalf):
             cache = getattr(cache, "self_attention_cache", cache)
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
-        out = self._second()(context) if maps.out is None else linear(ready.of_next(context))
+        out = self._second()(context) if maps.second is None else linear(ready.of_next(context))
         return out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
-    def _first(self) -> list[Any]:
-        return [self._modules[name] for name in self._family.qkv]
-
-    def _second(self) -> Any:
-        return self._modules[self._family.out]
-
-    def _first_packs(self) -> tuple[Pack, ...]:
-        return packs_of("qkv", [lora.base_of(each) for each in self._first()])
-
-    def _reason(self) -> str | None:
-        family, projections = self._family, self._first()
-        if getattr(self, "is_cross_attention", False) or getattr(self, "reorder_and_upcast_attn", False):
-            return "it is cross-attention, or upcasts"
-        for name, module in zip(family.qkv, projections, strict=True):
-            if found := no_linear(name, module, transposed=family.transposed, lora_too=True):
-                return found
-        bases = [lora.base_of(each) for each in projections]
-        named = ", ".join(family.qkv)
-        if len({each.bias is None for each in bases}) > 1:
-            return f"some of {named} have a bias, others none"
-        return (
-            different(named, [each.weight for each in bases])
-            or skipping("it", self)
-            or self._dropout_reason()
+    def _own_reason(self) -> str | None:
+        is_other = getattr(self, "is_cross_attention", False) or getattr(
+            self, "reorder_and_upcast_attn", False
         )
+        return "it is cross-attention, or upcasts" if is_other else None
 
     def _second_reason(self) -> str | None:
         return no_linear(self._family.out, self._second(), transposed=self._family.transposed)
@@ -168,10 +112,9 @@ class FusedAttention(FusedHalf):
             q_norm=self._modules.get("q_norm"),
             k_norm=self._modules.get("k_norm"),
         )
-        query, key, value = found
-        if is_flat:
-            query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) for x in found)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        whole = [x.unflatten(1, (batch, seq)).squeeze(0) for x in found] if is_flat else found
+        query, key, value = (x.transpose(1, 2) for x in whole)
+        return query, key, value
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Attention: [batch, seq, heads, head_dim]."""
@@ -189,10 +132,9 @@ class FusedAttention(FusedHalf):
             )
             return out.transpose(1, 2)
         others = {k: v for k, v in arguments.items() if k not in _OWN_ARGUMENTS}
-        if self._family.window == "attention":
-            others["sliding_window"] = self.sliding_window
-        elif self._family.window == "config":
-            others["sliding_window"] = getattr(self.config, "sliding_window", None)
+        if self._family.window is not None:
+            owner = self if self._family.window == "attention" else self.config
+            others["sliding_window"] = getattr(owner, "sliding_window", None)
         found: Tensor = interface(
             self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **others
         )[0]

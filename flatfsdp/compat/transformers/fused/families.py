@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: name of its folder, `transformers.models.<name>`.
-        layer, attention, mlp, norm, rotary, model, causal_lm: class names; "" if none is fused.
+        layer, attention, mlp, causal_lm, norm, rotary, model: class names; "" if none is fused.
         attention_at, mlp_at, norms_at: attributes of the layer; the norms before attention and the MLP.
         qkv: attributes of attention whose weights are stacked into one operand.
         out: attribute of attention: the output projection.
@@ -38,10 +38,10 @@ class Family(NamedTuple):
     layer: str
     attention: str
     mlp: str
-    norm: str
-    rotary: str
-    model: str
     causal_lm: str
+    norm: str = ""
+    rotary: str = ""
+    model: str = ""
     attention_at: str = "self_attn"
     mlp_at: str = "mlp"
     norms_at: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -69,16 +69,9 @@ class Family(NamedTuple):
 
 
 def _like_llama(name: str, prefix: str, **others: Any) -> Family:
-    kinds = {
-        "layer": f"{prefix}DecoderLayer",
-        "attention": f"{prefix}Attention",
-        "mlp": f"{prefix}MLP",
-        "norm": f"{prefix}RMSNorm",
-        "rotary": f"{prefix}RotaryEmbedding",
-        "model": f"{prefix}Model",
-        "causal_lm": f"{prefix}ForCausalLM",
-    }
-    return Family(**{"name": name, **kinds, **others})
+    kinds = ("DecoderLayer", "Attention", "MLP", "ForCausalLM", "RMSNorm", "RotaryEmbedding", "Model")
+    names: list[Any] = [f"{prefix}{kind}" for kind in kinds]
+    return Family(name, *names)._replace(**others)
 
 
 FAMILIES = (
@@ -92,9 +85,6 @@ FAMILIES = (
         layer="GPT2Block",
         attention="GPT2Attention",
         mlp="GPT2MLP",
-        norm="",
-        rotary="",
-        model="",
         causal_lm="GPT2LMHeadModel",
         attention_at="attn",
         norms_at=("ln_1", "ln_2"),

@@ -27,12 +27,7 @@ from flatfsdp.compat.transformers.fused.layer import FusedLayer
 from flatfsdp.compat.transformers.fused.mlp import FusedMLP
 from flatfsdp.compat.transformers.fused.model import FusedModel
 from flatfsdp.compat.transformers.fused.probe import differing
-from flatfsdp.compat.transformers.fused.small import (
-    FusedEmbedding,
-    FusedNorm,
-    FusedRotary,
-    is_whole_layer_norm,
-)
+from flatfsdp.compat.transformers.fused.small import FusedEmbedding, FusedNorm, FusedRotary, is_layer_norm
 from flatfsdp.contract.claimed import is_owned, is_unit
 from flatfsdp.matmul.linear_map import FuseWgrad
 
@@ -74,9 +69,7 @@ def fuse(
     """
     _require_new(model)
     fusion = FusionState(
-        fp8,
-        "if_claimed" if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation,
-        head_chunk_tokens,
+        fp8, "if_claimed" if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation, head_chunk_tokens
     )
     found = _parts_in(model)
     if not any(each.part == "layer" for each in found):
@@ -87,7 +80,7 @@ def fuse(
         )
     found = _without_differing(found, fusion)
     for each in found:
-        become(each.module, _MIXINS[each.part], each.family, fusion)
+        become(each.module, _PARTS[each.part][0], each.family, fusion)
     return model
 
 
@@ -131,17 +124,18 @@ class _Found(NamedTuple):
     family: Family
 
 
-_MIXINS: dict[PartKind, type[FusedPart]] = {
-    "layer": FusedLayer,
-    "attention": FusedAttention,
-    "mlp": FusedMLP,
-    "norm": FusedNorm,
-    "rotary": FusedRotary,
-    "embedding": FusedEmbedding,
-    "model": FusedModel,
-    "head": FusedHead,
-    "causal_lm": FusedCausalLM,
+_PARTS: dict[PartKind, tuple[type[FusedPart], set[PartKind]]] = {
+    "layer": (FusedLayer, {"layer", "norm"}),
+    "attention": (FusedAttention, {"attention", "layer", "norm"}),
+    "mlp": (FusedMLP, {"mlp", "layer", "norm"}),
+    "norm": (FusedNorm, {"norm", "layer"}),
+    "rotary": (FusedRotary, {"attention", "layer", "norm"}),
+    "embedding": (FusedEmbedding, {"causal_lm", "layer"}),
+    "model": (FusedModel, {"model", "layer", "norm"}),
+    "head": (FusedHead, {"causal_lm", "layer"}),
+    "causal_lm": (FusedCausalLM, {"causal_lm", "layer"}),
 }
+"""The mixin of each part, and the parts that have to pass the probe for it to be fused."""
 
 
 def _parts_in(model: nn.Module) -> list[_Found]:
@@ -167,7 +161,7 @@ def _halves(layer: Any, family: Family) -> Iterator[_Found]:
         yield _Found(mlp, "mlp", family)
     if not family.norm:
         for norm in (getattr(layer, name) for name in family.norms_at):
-            if is_whole_layer_norm(norm):
+            if is_layer_norm(norm):
                 yield _Found(norm, "norm", family)
 
 
@@ -193,29 +187,12 @@ def _without_differing(found: list[_Found], fusion: FusionState) -> list[_Found]
         for part, reason in differing(family, config, _fuse_twin).items():
             fusion.say(getattr(family, part) or "LayerNorm", reason)
             fusion.left_out.add((family.name, part))
-    return [
-        each
-        for each in found
-        if not any((each.family.name, part) in fusion.left_out for part in _NEEDS[each.part])
-    ]
-
-
-_NEEDS: dict[PartKind, tuple[PartKind, ...]] = {
-    "layer": ("layer", "norm"),
-    "attention": ("attention", "layer", "norm"),
-    "mlp": ("mlp", "layer", "norm"),
-    "norm": ("norm", "layer"),
-    "rotary": ("attention", "layer", "norm"),
-    "embedding": ("causal_lm", "layer"),
-    "model": ("model", "layer", "norm"),
-    "head": ("causal_lm", "layer"),
-    "causal_lm": ("causal_lm", "layer"),
-}
-"""The parts that have to pass the probe for a part to be fused."""
+    differ = fusion.left_out
+    return [each for each in found if not any((each.family.name, p) in differ for p in _PARTS[each.part][1])]
 
 
 def _fuse_twin(twin: nn.Module, parts: set[PartKind]) -> None:
     fusion = FusionState(fp8=False, fuse_wgrad_accumulation=False, head_chunk_tokens=None, speaks=False)
     for each in _parts_in(twin):
         if each.part in parts:
-            become(each.module, _MIXINS[each.part], each.family, fusion)
+            become(each.module, _PARTS[each.part][0], each.family, fusion)

@@ -80,10 +80,9 @@ class FusedCausalLM(FusedPart, nn.Module):
         """Whether head and loss of this call are computed together."""
         if arguments.get("labels") is None or not self.training:
             return False
-        for name in ("label_smoothing", "weight", "output_router_logits"):
-            value = arguments.get(name)
-            if value is not None and value is not False:
-                return False
+        extras = map(arguments.get, ("label_smoothing", "weight", "output_router_logits"))
+        if any(each is not None and each is not False for each in extras):
+            return False
         kept = arguments.get("logits_to_keep", 0)
         if not isinstance(kept, int) or kept != 0 or getattr(self.config, "output_router_logits", False):
             return False

@@ -15,37 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.fused.attention import FusedAttention
 from flatfsdp.compat.transformers.fused.families import PartKind
 from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.fused.mlp import FusedMLP
+from flatfsdp.compat.transformers.fused.half import FusedHalf, HalfMaps
 from flatfsdp.compat.transformers.fused.small import FusedNorm
 from flatfsdp.contract.mixed import About
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.layers.dropout import bias_dropout_add
 from flatfsdp.torch_private import has_global_hooks, never_traced
 
-_KNOWN = frozenset(
-    {
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "position_embeddings",
-        # Arguments of the model's head or of attention functions, passed through all layers.
-        "num_items_in_batch",
-        "shift_labels",
-        "ignore_index",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-    }
-)
-"""Arguments that do not affect what is fused."""
+_OF_LAYERS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
+_OF_MODELS = {"output_hidden_states", "output_router_logits", "return_dict"}
+_OF_HEADS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+_OF_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_KNOWN = _OF_LAYERS | _OF_MODELS | _OF_HEADS | _OF_ATTENTION
+"""Arguments that do not affect what is fused; all are passed through all layers."""
 
 
 class FusedLayer(FusedPart, nn.Module):
@@ -87,52 +71,39 @@ class FusedLayer(FusedPart, nn.Module):
 
     def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The input of the second norm: the branch and its residual, or their sum and None."""
-        attention: Any = self._modules[self._family.attention_at]
-        norm: Any = self._modules[self._family.norms_at[0]]
-        maps = attention.maps(norm) if _are(attention, FusedAttention, norm) else _OTHERS
-        if isinstance(maps, str):
-            self._say("attention", attention, maps)
+        attention, norm, maps = self._half("attention", 0)
+        if maps is None:
             return attention(hidden_states=norm(hidden_states), **arguments)[0], hidden_states
         branch, residual = attention.attend(hidden_states, norm, maps, arguments)
-        dropped = self._dropped(attention, 0)
+        dropped = attention.dropped()
         if dropped == 0:
             return branch, residual
         return bias_dropout_add(branch, None, residual, dropped, True), None
 
     def _run_mlp(self, branch: Tensor, residual: Tensor | None) -> Tensor:
-        mlp: Any = self._modules[self._family.mlp_at]
-        norm: Any = self._modules[self._family.norms_at[1]]
-        maps = mlp.maps(norm) if _are(mlp, FusedMLP, norm) else _OTHERS
-        if isinstance(maps, str):
-            self._say("mlp", mlp, maps)
+        mlp, norm, maps = self._half("mlp", 1)
+        if maps is None:
             summed = branch if residual is None else residual + branch
             whole: Tensor = summed + mlp(norm(summed))
             return whole
         out, summed = mlp.run(branch, residual, norm, maps)
-        return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), True)
+        return bias_dropout_add(out, None, summed, mlp.dropped(), True)
 
-    def _say(self, part: PartKind, half: nn.Module, reason: str) -> None:
-        """Logs why a half is left to transformers, unless its family or the probe left it out."""
-        is_left_out = (self._family.name, part) in self._fusion.left_out or not getattr(self._family, part)
-        if not is_left_out:
-            self._fusion.say(name_of(half), reason)
-
-    def _dropped(self, half: Any, index: int) -> float:
-        """The dropout probability of a half's result."""
-        names = self._family.dropouts
-        if names is None:
-            return 0.0
-        dropout = half._modules[names[index]]
-        return float(dropout.p) if dropout.training else 0.0
+    def _half(self, part: PartKind, index: int) -> tuple[Any, Any, HalfMaps | None]:
+        """A half, the norm before it, and its linear maps; None if transformers has to compute it."""
+        family = self._family
+        half: Any = self._modules[getattr(family, f"{part}_at")]
+        norm: Any = self._modules[family.norms_at[index]]
+        is_ours = isinstance(half, FusedHalf) and isinstance(norm, FusedNorm)
+        maps = half.maps(norm) if is_ours else "it, or its norm, is of another class than transformers' own"
+        if not isinstance(maps, str):
+            return half, norm, maps
+        # Unless the family or the probe has left it out, which was said before.
+        if getattr(family, part) and (family.name, part) not in self._fusion.left_out:
+            self._fusion.say(name_of(half), maps)
+        return half, norm, None
 
 
 def no_mask() -> Tensor:
     """A stand-in for None as a mask of a `FusedLayer`; transformers passes on 4-D masks unchanged."""
     return torch.empty(0, 0, 0, 0)
-
-
-_OTHERS = "it, or its norm, is of another class than transformers' own"
-
-
-def _are(half: nn.Module, mixin: type[FusedPart], norm: nn.Module) -> bool:
-    return isinstance(half, mixin) and isinstance(norm, FusedNorm)

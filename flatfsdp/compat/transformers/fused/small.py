@@ -40,7 +40,7 @@ def norm_of(module: Any) -> NormOf:
     return NormOf(module.weight, None, NormKind(module.variance_epsilon, rms=True, zero_centered=False))
 
 
-def is_whole_layer_norm(module: nn.Module) -> bool:
+def is_layer_norm(module: nn.Module) -> bool:
     """Whether a module is PyTorch's LayerNorm, with weight and bias."""
     return type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
 

@@ -8,45 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.contract.mixed import innermost
-from flatfsdp.contract.packed import Pack
 from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.layers.linear import Linear
 
 _hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 
-PartFacts = list[Any]
 
-
-class Checked(NamedTuple):
-    """The findings for one state of the inner modules.
-
-    Attributes:
-        facts: that state.
-        reason: why the part is left to transformers, or None.
-        packs: the packed operands.
-        has_last: whether the last projection is fused, too, or called as a module.
-    """
-
-    facts: PartFacts
-    reason: str | None
-    packs: tuple[Pack, ...]
-    has_last: bool = True
-
-
-def facts_of(modules: Iterable[nn.Module]) -> PartFacts:
+def facts_of(modules: Iterable[nn.Module]) -> list[Any]:
     """The facts that reasons depend on, as a comparable list; includes the bases of LoRA.
 
     It runs several times per layer and call, so it only looks at dictionaries.
     """
-    found: PartFacts = []
+    found: list[Any] = []
     for module in modules:
         state = module.__dict__
         before, after, of_grad, before_grad = _hooks_in(state)
@@ -125,12 +106,6 @@ def different(name: str, tensors: Iterable[Tensor]) -> str | None:
     """The reason why parameters cannot be one operand, or None."""
     kinds = {(each.dtype, each.device, each.shape[1:]) for each in tensors}
     return None if len(kinds) == 1 else f"{name} have different dtypes, devices or sizes"
-
-
-NOT_SIDE_BY_SIDE = (
-    "have no common place in a flat buffer: they are in several units, frozen beside trained, of several "
-    "dtypes, or of sizes that are no multiples of 16"
-)
 
 
 def captures_attentions() -> bool:

@@ -8,7 +8,7 @@ Next: `trainer.py` trains it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
+from flatfsdp.compat.training_loops import require_possible, shard_as_ddp
 from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.layers import convert
@@ -71,30 +71,17 @@ class FlatArguments:
         shard_others: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        vars(self).update(
-            policy=policy,
-            fuse=fuse,
-            fp8=fp8,
-            fp8_weights=fp8_weights,
-            replay=replay,
-            shard_others=shard_others,
-            options=options,
-        )
+        vars(self).update(policy=policy, fuse=fuse, fp8=fp8, fp8_weights=fp8_weights)
+        vars(self).update(replay=replay, shard_others=shard_others, options=options)
         require_known("FlatArguments", options)
-        for name in ("device", "param_init_fn"):
-            if options.get(name) is not None:
-                raise ValueError(
-                    f"FlatArguments cannot do {name}: the Trainer says which device this rank has, and the "
-                    "model how it is initialised"
-                )
-        if self.fp8 is not None and not isinstance(self.fp8, Recipe):
-            raise TypeError(
-                f"fp8 is {self.fp8!r}; pass a recipe of flatfsdp.fp8: DelayedScaling(), CurrentScaling() or "
-                "BlockScaling()"
-            )
-        if self.fp8_weights and self.fp8 is None:
+        ours = "the Trainer says which device this rank has, and the model how it is initialised"
+        asked = ((name, options.get(name) is not None, ours) for name in ("device", "param_init_fn"))
+        require_possible("FlatArguments", asked)
+        if fp8 is not None and not isinstance(fp8, Recipe):
+            raise TypeError(f"fp8 is {fp8!r}; pass a recipe of flatfsdp.fp8: DelayedScaling(), for example")
+        if fp8_weights and fp8 is None:
             raise ValueError("FlatArguments has fp8_weights and no recipe; pass fp8=DelayedScaling(), say")
-        if self.replay and not options.get("optimize_backward_concat", True):
+        if replay and not options.get("optimize_backward_concat", True):
             raise ValueError("replay needs optimize_backward_concat=True: graphs write to flat gradients")
 
     def prepare(self, model: Any, arguments: Any) -> nn.Module:
@@ -123,14 +110,13 @@ class FlatArguments:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
             convert(model)
-        precision = self.options.get("precision") or Precision(
-            compute=self._compute_dtype(model, arguments),
-            fp8_weights=CurrentScaling() if self.fp8_weights else None,
-        )
-        options = self._with(arguments, precision)
+        stored = CurrentScaling() if self.fp8_weights else None
+        own = Precision(compute=self._compute_dtype(model, arguments), fp8_weights=stored)
+        precision = self.options.get("precision") or own
+        options: Options = {**self.options, "precision": precision}
         if is_on_meta:
             options["param_init_fn"] = init_weights_of(model)
-        return shard(model, policy, **options)
+        return shard_as_ddp(model, policy, arguments.device, options)
 
     def prepare_other(self, model: nn.Module, arguments: Any) -> None:
         """Shards a model that is evaluated only, in the dtype that it computes in.
@@ -148,13 +134,8 @@ class FlatArguments:
         policy = self._policy_for(model)
         dtype = self._compute_dtype(model, arguments)
         # No optimizer needs masters of its weights.
-        shard(model, policy, **self._with(arguments, Precision(param=dtype, compute=dtype)))
-
-    def _with(self, arguments: Any, precision: Precision) -> Options:
-        """The options of `shard`, with the Trainer's device and this precision."""
-        # As under DistributedDataParallel: programs need not seed all ranks alike.
-        options: Options = {"sync_module_states": True, **self.options}
-        return {**options, "device": arguments.device, "precision": precision}
+        options: Options = {**self.options, "precision": Precision(param=dtype, compute=dtype)}
+        shard_as_ddp(model, policy, arguments.device, options)
 
     def _policy_for(self, model: nn.Module) -> WrapPolicy:
         return policy_of(model) if self.policy is None else self.policy
@@ -166,106 +147,57 @@ class FlatArguments:
 
     def _require_only_of_training(self) -> None:
         """Checks that no option is set that takes effect only when a model is sharded."""
-        plain = FlatArguments()
-        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay", "shard_others", "options"}
-        asked = [name for name in sorted(of_sharding) if getattr(self, name) != getattr(plain, name)]
+        asked = [name for name in ("fp8_weights", "fuse", "policy") if getattr(self, name)]
         asked += sorted(self.options)
         if asked:
-            raise ValueError(
-                f"the model is sharded already, and FlatArguments has {', '.join(asked)}; say so where it is "
-                "sharded, or give FlatTrainer the plain model"
-            )
+            way_out = "say so in shard, or give FlatTrainer the plain model"
+            raise ValueError(f"it is sharded already, and FlatArguments has {', '.join(asked)}; {way_out}")
 
 
-def require_possible(model: Any, arguments: Any, flat: FlatArguments) -> None:
-    """Checks that FlatTrainer supports these TrainingArguments.
-
-    Raises:
-        ValueError: if not; the message lists the options with alternatives.
-    """
-    found = _impossible(model, arguments, flat)
-    reasons = [f"{what}: {instead}" for what, is_asked, instead in found if is_asked]
-    if reasons:
-        raise ValueError("FlatTrainer cannot do what TrainingArguments ask for:\n" + "\n".join(reasons))
-
-
-def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
-    """Unsupported options: the name, whether it is set, and an alternative."""
+def unsupported(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[str, object, str]]:
+    """TrainingArguments that FlatTrainer does not support: the name, whether it is set, an alternative."""
+    for name, instead in _UNSUPPORTED.items():
+        yield name, getattr(given, name, None), instead
+    yield "several GPUs in one process", given.n_gpu > 1, "start one for each: torchrun --nproc-per-node N"
     accelerator = given.accelerator_config
-    accumulation = accelerator.gradient_accumulation_kwargs or {}
-    ours = "FlatFSDP shards the model; see FlatArguments"
-    yield "fsdp", bool(given.fsdp), ours
-    yield "deepspeed", bool(given.deepspeed), ours
-    yield "parallelism_config", getattr(given, "parallelism_config", None) is not None, ours
-    yield "fp16", given.fp16, "train with bf16=True, which needs no loss scaling"
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        yield name, getattr(given, name), "evaluations compute in the dtype of training"
-    yield (
-        "torch_compile",
-        given.torch_compile,
-        "compile the layers of trainer.model, before it trains: layer.compile()",
-    )
-    yield (
-        "auto_find_batch_size",
-        given.auto_find_batch_size,
-        "choose per_device_train_batch_size; `python -m flatfsdp plan` tells how much memory a model takes",
-    )
-    yield (
-        "several GPUs in one process",
-        given.n_gpu > 1,
-        "start one process for each: torchrun --nproc-per-node N",
-    )
-    yield "save_on_each_node", given.save_on_each_node, "checkpoints are written once, by all ranks together"
-    yield (
-        "enable_jit_checkpoint",
-        getattr(given, "enable_jit_checkpoint", False),
-        "ranks would save at different times; save every few steps",
-    )
-    yield "ddp_broadcast_buffers", bool(given.ddp_broadcast_buffers), "there is no DistributedDataParallel"
-    yield (
-        "accelerator_config.even_batches=False",
-        accelerator.even_batches is False,
-        "all ranks have to have as many microbatches",
-    )
-    yield (
-        "gradient_accumulation_kwargs of sync_each_batch",
-        bool(accumulation.get("sync_each_batch")),
-        "gradients are reduced in the last microbatch of a step",
-    )
+    is_uneven = accelerator.even_batches is False
+    yield "accelerator_config.even_batches=False", is_uneven, "all ranks have to have as many microbatches"
+    syncs = (accelerator.gradient_accumulation_kwargs or {}).get("sync_each_batch")
+    instead = "gradients are reduced in the last microbatch of a step"
+    yield "gradient_accumulation_kwargs of sync_each_batch", syncs, instead
     optim = str(getattr(given.optim, "value", given.optim))
-    yield (
-        f"optim={optim!r}",
-        optim not in OPTIMIZERS,
-        f"choose one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(a class that computes "
-        "element by element, {...})",
-    )
-    yield (
-        "load_best_model_at_end with save_only_model",
-        given.load_best_model_at_end and given.save_only_model and not isinstance(model, PreTrainedModel),
-        f"what is saved of a {type(model).__name__} alone is not read back; save the optimizer, too",
-    )
-    yield from _impossible_in_trl(given, flat)
-    if flat.fuse:
-        yield "use_liger_kernel", given.use_liger_kernel, "FlatArguments(fuse=True) has its own kernels"
-    if flat.replay:
-        yield "neftune_noise_alpha", given.neftune_noise_alpha is not None, "hooks would not run in replays"
-        yield (
-            "torch_empty_cache_steps",
-            given.torch_empty_cache_steps is not None,
-            "memory of recorded microbatches is kept",
-        )
-
-
-def _impossible_in_trl(given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
-    """Unsupported options of TRL's trainers, which read parameters one by one, or whatever is saved."""
+    instead = f"choose one of {', '.join(OPTIMIZERS)}, or an elementwise one by optimizer_cls_and_kwargs"
+    yield f"optim={optim!r}", optim not in OPTIMIZERS, instead
+    loads_weights = given.load_best_model_at_end and given.save_only_model
+    is_lost = loads_weights and not isinstance(model, PreTrainedModel)
+    instead = f"what is saved of a {type(model).__name__} alone is not read back; save the optimizer, too"
+    yield "load_best_model_at_end with save_only_model", is_lost, instead
+    is_twice = flat.fuse and given.use_liger_kernel
+    yield "use_liger_kernel", is_twice, "FlatArguments(fuse=True) has its own kernels"
+    for name, instead in _UNSUPPORTED_IN_REPLAYS.items():
+        yield name, flat.replay and getattr(given, name) is not None, instead
+    # TRL's trainers read parameters one by one, and read and collect figures in every microbatch.
     is_of_trl = any(base.__module__.partition(".")[0] == "trl" for base in type(given).__mro__)
-    for name, instead in _IMPOSSIBLE_IN_TRL.items():
-        yield name, is_of_trl and bool(getattr(given, name, False)), instead
-    # They read and collect figures in every microbatch.
+    for name, instead in _UNSUPPORTED_IN_TRL.items():
+        yield name, is_of_trl and getattr(given, name, False), instead
     yield "FlatArguments(replay=True)", is_of_trl and flat.replay, "TRL's metrics would not run in replays"
 
 
-_IMPOSSIBLE_IN_TRL = {
+_UNSUPPORTED = {
+    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), "FlatFSDP shards; see FlatArguments"),
+    "fp16": "train with bf16=True, which needs no loss scaling",
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), "evaluations compute in the dtype of training"),
+    "torch_compile": "compile the layers of trainer.model, before it trains: layer.compile()",
+    "auto_find_batch_size": "choose per_device_train_batch_size; `python -m flatfsdp plan` tells the memory",
+    "save_on_each_node": "checkpoints are written once, by all ranks together",
+    "enable_jit_checkpoint": "ranks would save at different times; save every few steps",
+    "ddp_broadcast_buffers": "there is no DistributedDataParallel",
+}
+_UNSUPPORTED_IN_REPLAYS = {
+    "neftune_noise_alpha": "hooks would not run in replays",
+    "torch_empty_cache_steps": "memory of recorded microbatches is kept",
+}
+_UNSUPPORTED_IN_TRL = {
     "use_vllm": "its weights are copied from whole parameters; generate with the model itself",
     "use_transformers_continuous_batching": "it casts the model to another dtype; generate batch by batch",
     "sync_ref_model": "it mixes whole parameters; take a reference that stays as it is",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,23 +26,18 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer import (
-    OPTIMIZER_NAME,
-    PREFIX_CHECKPOINT_DIR,
-    SCHEDULER_NAME,
-    TRAINING_ARGS_NAME,
-)
+from transformers.trainer import OPTIMIZER_NAME, PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import flatfsdp.optim
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
-from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
+from flatfsdp.compat.training_loops import on_first_rank, plain_optimizer, require_current, require_possible
 from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
-from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, require_possible
+from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
 from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
-from flatfsdp.contract.claimed import TAKEN_AS, is_unit
+from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.microbatch import microbatches
@@ -99,7 +94,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     def __init__(self, *args: Any, flat: FlatArguments | None = None, **options: Any) -> None:
         self._flat = FlatArguments() if flat is None else flat
         self._microbatch: Callable[..., Tensor] | None = None
-        self._places: Generator[int] | None = None
+        self._places: Any = None
         self._left = 0
         super().__init__(*args, **options)
 
@@ -111,7 +106,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         if self.model is None:
             raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
         local_path(self.args.output_dir or ".")
-        require_possible(self.model, self.args, self._flat)
+        require_possible("FlatTrainer", unsupported(self.model, self.args, self._flat))
         super().create_accelerator_and_postprocess()
         self._prepare_other = self.accelerator.prepare_model
         self.accelerator.prepare_model = self._prepare_model
@@ -140,7 +135,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             return
         model = self._flat.prepare(self.model, self.args)
         if self.optimizer is not None:
-            _require_made_after(self.optimizer)
+            require_current(self.optimizer, "pass optimizer_cls_and_kwargs, and FlatTrainer makes it")
         self._microbatch = replayed(model, self._run) if self._flat.replay else self._run
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -171,7 +166,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """The microbatches of a step, as `Trainer` collects them; tells the engine their number."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         self._end_step()
-        self._places, self._left = self._places_of(len(samples)), len(samples)
+        self._places, self._left = microbatches(self.model, range(len(samples))), len(samples)
         return samples, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -208,9 +203,6 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         finally:
             del vars(self)["_prepare_inputs"]
 
-    def _places_of(self, count: int) -> Generator[int]:
-        yield from microbatches(self.model, range(count))
-
     def _end_step(self) -> None:
         if self._places is not None:
             self._places.close()
@@ -245,13 +237,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         world, device = world_of(self.model)
         path = (self.args.output_dir or ".") if isinstance(asked, bool) else asked
         folder = path_of_all_ranks(path, [world], device)
-        found = ""
-        with raising_on_all(self.model):
-            # One rank looks, so that all load the same.
-            if world.rank == 0:
-                found = str(newest_whole(folder) if isinstance(asked, bool) else whole_one(folder))
-        chosen: str = broadcast_object(found, [world], device)
-        return chosen
+        # One rank looks, so that all load the same.
+        return str(on_first_rank(self.model, newest_whole if isinstance(asked, bool) else whole_one, folder))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves as `Trainer` does; an earlier checkpoint of this step stays whole until the new one is."""
@@ -289,7 +276,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoint.save(Path(output_dir) / STATE, self.model, self._plain_optimizer, overwrite=True)
+        folder = Path(output_dir) / STATE
+        checkpoint.save(folder, self.model, plain_optimizer(self.optimizer), overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -308,8 +296,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             return
         if os.path.exists(Path(resume_from_checkpoint) / OPTIMIZER_NAME):
             raise ValueError(
-                f"{resume_from_checkpoint} is a checkpoint of plain Trainer, whose optimizer FlatTrainer "
-                "does not read; begin a new run from its weights, with from_pretrained(that folder)"
+                f"{resume_from_checkpoint} is a checkpoint of plain Trainer, whose optimizer is not read; "
+                "begin a new run from its weights, with from_pretrained(that folder)"
             )
         logger.warning("%s holds weights alone: optimizer and schedule begin anew", resume_from_checkpoint)
         self._load_weights(resume_from_checkpoint)
@@ -317,7 +305,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not _goes_on(checkpoint_folder):
             return
-        checkpoint.load(Path(checkpoint_folder) / STATE, self.model, self._plain_optimizer)
+        checkpoint.load(Path(checkpoint_folder) / STATE, self.model, plain_optimizer(self.optimizer))
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
         # Trainer's own finds no optimizer of its own in the folder; one in between may have saved more.
@@ -333,17 +321,11 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _load_weights(self, folder: str) -> None:
         if not isinstance(self.model, transformers.PreTrainedModel):
+            kind = type(self.model).__name__
             raise ValueError(
-                f"{folder} has no {STATE}/, from which to load a {type(self.model).__name__}; save with "
-                "save_only_model=False"
+                f"{folder} has no {STATE}/ to load a {kind} from; save_only_model=False saves it"
             )
         load_hf(self.model, folder)
-
-    @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside Accelerate's wrapper."""
-        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return optimizer
 
 
 class FlatSeq2SeqTrainer(FlatTrainer, transformers.Seq2SeqTrainer):
@@ -356,12 +338,3 @@ class FlatSeq2SeqTrainer(FlatTrainer, transformers.Seq2SeqTrainer):
 def _goes_on(folder: str) -> bool:
     """Whether a checkpoint holds more than weights, so that training can resume."""
     return os.path.isdir(Path(folder) / STATE)
-
-
-def _require_made_after(optimizer: torch.optim.Optimizer) -> None:
-    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-        if (name := TAKEN_AS.of(parameter)) is not None:
-            raise ValueError(
-                f"the optimizer has parameter {name}, which is in a flat buffer by now; pass "
-                "optimizer_cls_and_kwargs=(the class, {its options}), and FlatTrainer makes it"
-            )
