@@ -16,8 +16,7 @@ from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity.loop import train
 from flatfsdp.parity.trained import RunSummary
-from flatfsdp.profiling.environment import environment
-from flatfsdp.profiling.figures import to_json
+from flatfsdp.profiling import environment, to_json
 from flatfsdp.training.gpt import gpt_job
 from flatfsdp.training.settings import Configuration, Settings
 

@@ -46,8 +46,6 @@ class TransformerLayer(Shared):
         apply_residual_connection_post_layernorm: the residuals are the norms' results, not their inputs.
         output_layernorm: no norm before attention, but one at the end.
         parallel_attention_mlp: out = x + dropout(self_attention(norm(x)) + layernorm_mlp(x)).
-        layer_type: only "encoder", which includes GPTs.
-        drop_path_rate: only 0.
         activation: of the MLP, a name in `flatfsdp.kernels.activation.NAMES`.
         attn_input_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
         options: options of all inner layers, listed in `AttentionOptions`.
@@ -81,15 +79,14 @@ class TransformerLayer(Shared):
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
-        layer_type: str = "encoder",
-        drop_path_rate: float = 0.0,
         activation: str = "gelu",
         attn_input_format: str = "sbhd",
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         self._parallel = parallel_of("TransformerLayer", AttentionOptions, options)
-        _check(layer_type, drop_path_rate, hidden_dropout)
+        if not 0 <= hidden_dropout < 1:
+            raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
         if parallel_attention_mlp and (apply_residual_connection_post_layernorm or output_layernorm):
             raise ValueError(
                 "parallel_attention_mlp goes neither with apply_residual_connection_post_layernorm nor with "
@@ -220,19 +217,3 @@ class TransformerLayer(Shared):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training
             )
-
-
-def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> None:
-    """Checks the dropout, and options that exist only for compatibility with Transformer Engine.
-
-    Raises:
-        ValueError: if one of them has an unsupported value.
-    """
-    if layer_type != "encoder":
-        raise ValueError(
-            f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
-        )
-    if drop_path_rate != 0:
-        raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not supported: pass 0")
-    if not 0 <= hidden_dropout < 1:
-        raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")

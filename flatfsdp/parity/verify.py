@@ -32,7 +32,7 @@ from flatfsdp.parity.evidence import (
 from flatfsdp.parity.loop import MakeTrainee, OnStep, ignore, train
 from flatfsdp.parity.switches import Sharding, Switch
 from flatfsdp.parity.trained import RunSummary
-from flatfsdp.profiling.figures import to_json
+from flatfsdp.profiling import to_json
 
 
 @dataclass(frozen=True)

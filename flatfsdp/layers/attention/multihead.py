@@ -55,7 +55,6 @@ class MultiheadAttention(Shared):
         return_bias: return (out, bias) instead of adding the output projection's bias.
         return_layernorm_output: return the norm's result as well.
         input_layernorm: begin with a norm.
-        attention_type: only "self".
         qkv_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
         options: options of all of a block's layers, listed in `AttentionOptions`.  sequence_parallel needs
             set_parallel_mode and "sbhd".
@@ -89,14 +88,13 @@ class MultiheadAttention(Shared):
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         input_layernorm: bool = False,
-        attention_type: str = "self",
         qkv_format: str = "sbhd",
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         self._parallel = parallel_of("MultiheadAttention", AttentionOptions, options)
         is_split = options.get("set_parallel_mode", False)
-        _check(options, self._parallel, attention_type, qkv_format)
+        _check(options, self._parallel, qkv_format)
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output needs input_layernorm=True")
         if kv_channels is None:
@@ -279,11 +277,11 @@ class MultiheadAttention(Shared):
             )
 
 
-def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: str, qkv_format: str) -> None:
+def _check(options: AttentionOptions, parallel: TensorParallel, qkv_format: str) -> None:
     """Checks that the options fit together.
 
     Raises:
-        ValueError: if sequence parallelism lacks what it needs, or the attention is not self-attention.
+        ValueError: if sequence parallelism lacks what it needs.
     """
     if parallel.sequence_parallel and not options.get("set_parallel_mode"):
         raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
@@ -291,8 +289,6 @@ def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: 
         raise ValueError(
             f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
         )
-    if attention_type != "self":
-        raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
 
 
 def _head_size(hidden_size: int, heads: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.profiling.timeline import load_spans, overlap_of
+from examples.timeline import load_spans, overlap_of
 from tests.support.programs import TORCHRUN, Program, run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"

@@ -15,7 +15,7 @@ from tests.support.programs import ROOT
 PRESENTATION = ("rich", "typer", "matplotlib")
 CORE = (
     *("flatfsdp", "flatfsdp.layers", "flatfsdp.checkpoint", "flatfsdp.parallel", "flatfsdp.plan"),
-    *("flatfsdp.models", "flatfsdp.comm.launch", "flatfsdp.profiling.trace", "flatfsdp.profiling.timeline"),
+    *("flatfsdp.models", "flatfsdp.comm.launch", "flatfsdp.profiling"),
     *("flatfsdp.training.gpt", "flatfsdp.training.llama"),
 )
 OUTSIDE = [

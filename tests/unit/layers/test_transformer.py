@@ -289,8 +289,8 @@ def test_initial_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layer_type": "decoder"}, "layer_type is 'decoder'"),
-        ({"drop_path_rate": 0.1}, r"drop_path_rate is 0\.1"),
+        ({"layer_type": "decoder"}, "layer_type='decoder' is a Transformer"),
+        ({"drop_path_rate": 0.1}, r"drop_path_rate=0\.1 is a Transformer"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout is 1\.0"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp goes neither"),
         ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
