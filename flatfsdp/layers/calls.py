@@ -2,7 +2,7 @@
 
 In:   an owner with scales, exchanges and casts; maps with its parameters; an input [..., features].
 Out:  the results of `nodes/`.
-Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with their own parameters.
+Next: `linear.py` and `layernorm_mlp.py` call these with their own parameters.
 
 An owner's call begins with `prepare`, once for all of its maps:
 
@@ -25,8 +25,7 @@ from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.inputs import activation_dtype, as_matrix, residual_matrix
-from flatfsdp.layers.nodes.linear import LinearNode
-from flatfsdp.layers.nodes.norm_linear import NormLinearNode, NormLinearSpec
+from flatfsdp.layers.nodes.linear import LinearNode, NormLinearNode
 from flatfsdp.layers.nodes.norm_mlp import NormMLPNode, NormMLPSpec
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.matmul.exchange import UNSPLIT
@@ -200,8 +199,10 @@ def norm_linear(
     """
     added = ready.residual(residual)
     operand, call = ready.prepared(0, (ready.inp, residual, norm.weight, norm.bias))
-    of, spec = ready.maps[0], NormLinearSpec(norm.kind, call, keep)
-    results = NormLinearNode.run(ready.x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
+    of = ready.maps[0]
+    results = NormLinearNode.run(
+        ready.x, added, norm.weight, norm.bias, of.weight, of.bias, operand, norm.kind, call, keep
+    )
     return _called(ready, results, ready.leading)
 
 

@@ -2,7 +2,7 @@
 
 In:   [..., features], in FP32, fp16 or bf16.
 Out:  [tokens, features], contiguous, in the dtype of the activations.
-Next: `base.py` and `norm_first.py` begin a call with it.
+Next: `calls.py` begins a call with it.
 """
 
 from __future__ import annotations

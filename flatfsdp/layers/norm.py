@@ -18,8 +18,7 @@ from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm.forward import norm_forward
 from flatfsdp.layers.inputs import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
-from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.layers.shared import Declaring
+from flatfsdp.layers.shared import Declaring, new_parameter
 from flatfsdp.torch_private import once_differentiable
 
 

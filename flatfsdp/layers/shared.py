@@ -1,4 +1,4 @@
-"""Layers shared by tensor-parallel ranks: their group, parameter marks, split-independent initial values.
+"""Layers shared by tensor-parallel ranks: their group, parameters with marks, and initial values.
 
 In:   a layer's `TensorParallel`, and the marks of its parameters (`contract/tensor_parallel.py`).
 """
@@ -25,6 +25,19 @@ from flatfsdp.contract.tensor_parallel import (
     marks_of,
     part_of,
 )
+
+InitMethod = Callable[[Tensor], Any]
+"""Fills a weight in place."""
+
+
+def normal_init(weight: Tensor) -> None:
+    """Fills a weight with Transformer Engine's default: normal, standard deviation 0.023."""
+    weight.normal_(0.0, 0.023)
+
+
+def new_parameter(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    """Makes an uninitialised parameter; None means torch's default dtype or device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
 
 class Shared(nn.Module):

@@ -21,8 +21,7 @@ from flatfsdp.layers.inputs import autocast_dtype
 from flatfsdp.layers.layer_options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.shared import InitMethod, Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.layers import Embedding, LayerNorm, Linear, TransformerLayer
-from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.shared import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.gpt import GPTConfig, logits_or_loss
 

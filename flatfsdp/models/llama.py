@@ -33,7 +33,7 @@ from flatfsdp.layers import (
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.layer_options import MatmulOptions
-from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.shared import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.config import LlamaConfig
 

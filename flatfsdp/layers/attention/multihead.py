@@ -28,10 +28,8 @@ from flatfsdp.layers.layer_options import (
     only,
     parallel_of,
 )
-from flatfsdp.layers.layernorm_linear import LayerNormLinear
-from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.linear import LayerNormLinear, Linear
+from flatfsdp.layers.shared import InitMethod, Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
