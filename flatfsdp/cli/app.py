@@ -167,9 +167,7 @@ def verify(
     require("matplotlib")
     with usage_errors():
         if only:
-            raise ValueError(
-                "--only chooses among the rows of --matrix; add it, or choose with --precision and --strategy"
-            )
+            raise ValueError("--only chooses among rows of --matrix; add it, or use --precision, --strategy")
         sizes = GPTConfig(layers, hidden, heads, seq)
         settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
         launch = Launch(ranks, device, deterministic=True)

@@ -60,9 +60,7 @@ class Projection(OwnMaps):
         super().__init__(**options)
         name = type(self).__name__
         if parallel_mode not in (None, "column", "row"):
-            raise ValueError(
-                f"{name}: parallel_mode is {parallel_mode!r}; it must be None, 'column' or 'row'"
-            )
+            raise ValueError(f"{name}: parallel_mode is {parallel_mode!r}, not None, 'column' or 'row'")
         if parameters_split is not None and self._delayed_wgrads is not None:
             raise ValueError(
                 f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "

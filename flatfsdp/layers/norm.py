@@ -64,9 +64,7 @@ class _NormLayer(WithoutExtraState, Declaring):
             ValueError: if the last dimensions or the dtype do not fit.
         """
         if inp.dtype not in INPUT_DTYPES:
-            raise ValueError(
-                f"{type(self).__name__}: the input is {inp.dtype}; it has to be FP32, fp16 or bf16"
-            )
+            raise ValueError(f"{type(self).__name__}: the input is {inp.dtype}, not FP32, fp16 or bf16")
         if inp.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"{type(self).__name__}: the input has shape {tuple(inp.shape)}; its last dimensions have to "

@@ -78,9 +78,7 @@ class Shared(nn.Module):
             )
         known = own.found if isinstance(own, LateRanks) else own
         if known is not None and known.global_ranks != ranks.global_ranks:
-            raise ValueError(
-                f"{name}: ranks {known.global_ranks} share it already, so {ranks.global_ranks} cannot"
-            )
+            raise ValueError(f"{name}: ranks {known.global_ranks} share it already, not {ranks.global_ranks}")
 
     def _set_ranks(self, ranks: Ranks) -> None:
         late = self._parallel.ranks

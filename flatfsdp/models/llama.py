@@ -185,9 +185,7 @@ class Llama(nn.Module):
     def _embed(self, tokens_bs: Tensor, is_first_microbatch: bool | None) -> Tensor:
         assert self.embedding is not None
         if tokens_bs.shape[1] > self.config.seq:
-            raise ValueError(
-                f"a sequence of {tokens_bs.shape[1]} tokens does not fit the model's {self.config.seq}"
-            )
+            raise ValueError(f"a sequence of {tokens_bs.shape[1]} tokens is longer than {self.config.seq}")
         x_sbh: Tensor = self.embedding(tokens_bs.t(), is_first_microbatch)
         return x_sbh
 

@@ -319,9 +319,7 @@ def _check_tokens(
             "a multiple, or leave sequence_parallel out"
         )
     if recipe is not None and batch * config.seq % ALIGNMENT:
-        raise ValueError(
-            f"{batch} x {config.seq} tokens are in a microbatch; FP8 GEMMs need a multiple of {ALIGNMENT}"
-        )
+        raise ValueError(f"{batch} x {config.seq} tokens in a microbatch: FP8 needs multiples of {ALIGNMENT}")
 
 
 def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:

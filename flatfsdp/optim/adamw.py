@@ -99,9 +99,7 @@ class AdamW(FusedOptimizer):
             )
         for name in ("amsgrad", "maximize"):
             if group.get(name):
-                raise ValueError(
-                    f"a parameter group has {name}={group[name]!r}, which this AdamW does not support"
-                )
+                raise ValueError(f"a parameter group has {name}={group[name]!r}; AdamW does not support it")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "moment_dtype": self.moment_dtype}

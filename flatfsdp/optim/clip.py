@@ -74,9 +74,7 @@ def clip_grad_norm(
     # Before gradients are scaled, which a NaN would overwrite.  The host waits for the device here, so only
     # if asked to.
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
-        )
+        raise RuntimeError(f"the gradient norm is {norm.item()}; look for NaN in the last backward")
     scale_grads([grad for _, grads in gradients for grad in grads], clip_coefficient(norm, max_norm))
     return norm
 

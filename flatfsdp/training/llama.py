@@ -38,9 +38,7 @@ def check_ranks(settings: Settings[LlamaConfig], ranks: Parallelism, schedule: S
         if size % ranks.tp:
             raise ValueError(f"{name} is {size}, which {ranks.tp} tensor-parallel ranks cannot share equally")
     if settings.microbatches % ranks.pp:
-        raise ValueError(
-            f"microbatches is {settings.microbatches}; pipelines of {ranks.pp} ranks need a multiple"
-        )
+        raise ValueError(f"microbatches is {settings.microbatches}; {ranks.pp} stages need a multiple")
 
 
 def llama(

@@ -173,9 +173,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         if window == UNLIMITED or (mask is None and window == CAUSAL):
             return mask
         if window != CAUSAL and queries != keys:
-            raise ValueError(
-                f"window_size={window} with {queries} queries and {keys} keys: a window needs as many of both"
-            )
+            raise ValueError(f"window_size={window} needs as many queries as keys, not {queries} and {keys}")
         seen = self._windows.get(queries, keys, window, query.device)
         return seen if mask is None else mask & seen
 

@@ -76,9 +76,7 @@ def visible_keys(
     if attention_mask is None:
         raise ValueError(f"attn_mask_type={attn_mask_type!r} needs an attention_mask: True is masked out")
     if attention_mask.dtype != torch.bool:
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype}; it must be bool, True where a key is masked out"
-        )
+        raise ValueError(f"attention_mask is {attention_mask.dtype}; it must be bool: True is masked out")
     whole = (shape[0], 1, 1, shape[3]) if attn_mask_type != "arbitrary" else shape
     sizes = tuple(attention_mask.shape)
     if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):

@@ -284,9 +284,7 @@ def _check(options: AttentionOptions, parallel: TensorParallel, qkv_format: str)
     if parallel.sequence_parallel and not options.get("set_parallel_mode"):
         raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
     if parallel.sequence_parallel and qkv_format != "sbhd":
-        raise ValueError(
-            f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
-        )
+        raise ValueError(f"sequence_parallel splits dimension 0, the batch with {qkv_format!r}; use 'sbhd'")
 
 
 def _head_size(hidden_size: int, heads: int) -> int:
@@ -296,7 +294,5 @@ def _head_size(hidden_size: int, heads: int) -> int:
         ValueError: if they cannot share it equally.
     """
     if hidden_size % heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}, which {heads} heads cannot share equally; pass kv_channels"
-        )
+        raise ValueError(f"hidden_size is {hidden_size}, not a multiple of {heads}; pass kv_channels")
     return hidden_size // heads

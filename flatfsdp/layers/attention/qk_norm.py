@@ -57,6 +57,4 @@ def make_qk_norm(channels: int, options: AttentionOptions, *, is_split: bool) ->
         return RMSNorm(channels, eps, is_split, params_dtype=dtype, device=device)
     if kind == "LayerNorm":
         return LayerNorm(channels, eps, is_split, params_dtype=dtype, device=device)
-    raise ValueError(
-        f"qk_norm_type is {kind!r}; it must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'"
-    )
+    raise ValueError(f"qk_norm_type is {kind!r}, not None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'")

@@ -177,9 +177,7 @@ def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
         ValueError: if their shape is not `shape`.
     """
     if targets.shape != tuple(shape):
-        raise ValueError(
-            f"{function}: targets have shape {tuple(targets.shape)}; it has to be the tokens', {tuple(shape)}"
-        )
+        raise ValueError(f"{function}: targets have shape {tuple(targets.shape)}, and tokens {tuple(shape)}")
     return targets.reshape(-1).contiguous()
 
 

@@ -79,13 +79,9 @@ class LinearCrossEntropy(Linear):
                 "parameters_split and partition_sizes, or use Linear and cross_entropy"
             )
         if options.get("parallel_mode") == "row":
-            raise NotImplementedError(
-                "LinearCrossEntropy: parallel_mode is 'row'; use 'column' to split the vocabulary over ranks"
-            )
+            raise NotImplementedError("LinearCrossEntropy: parallel_mode is 'row'; use 'column'")
         if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(
-                f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}; it must be positive, or None"
-            )
+            raise ValueError(f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}, not positive or None")
         how = Reduction(ignore_index, reduction)
         super().__init__(in_features, out_features, bias=False, **options)
         self.how = how

@@ -115,7 +115,7 @@ def test_a_plain_backward_can_run_twice() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.randn(6, VOCAB)
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(6,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\), and tokens \(6,\)"):
         cross_entropy(x, ids(5))
     with pytest.raises(ValueError, match="reduction is 'max'"):
         cross_entropy(x, ids(6), reduction="max")  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def test_options_that_contradict_each_other() -> None:
         head(chunk_tokens=0)
     with pytest.raises(ValueError, match="reduction is 'max'"):
         head(reduction="max")
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(9,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\), and tokens \(9,\)"):
         head()(torch.randn(9, WIDTH), ids(5))
     with pytest.raises(RuntimeError, match="outside of the vocabulary"):
         head()(torch.randn(1, WIDTH), torch.tensor([VOCAB]))
