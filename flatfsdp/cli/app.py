@@ -25,8 +25,7 @@ from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity import Parity, Switch
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import check_sizes
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, check_sizes
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",

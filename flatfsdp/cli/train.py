@@ -14,11 +14,9 @@ from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import plot_losses
 from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig
-from flatfsdp.parity.loop import train
-from flatfsdp.parity.trained import RunSummary
+from flatfsdp.parity.loop import RunSummary, train
 from flatfsdp.profiling import environment, to_json
-from flatfsdp.training.gpt import gpt_job
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, gpt_job
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ from flatfsdp.parity.loop import MakeTrainee
 from flatfsdp.parity.verify import compare
 from flatfsdp.profiling import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import check_sizes, gpt_job
-from flatfsdp.training.llama import check_ranks, llama
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, check_ranks, check_sizes, gpt_job, llama
 
 OWN_SWITCHES = tuple(switch for switch in Switch if switch is not Switch.reshard)
 """Switches of the built-in GPT, for which `Strategy` has two rows instead of `reshard`."""

@@ -37,9 +37,8 @@ from flatfsdp.layers.layer_options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
-from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
-from flatfsdp.matmul.linear_map import LinearCall, checked_fuse_wgrad
+from flatfsdp.matmul.linear_map import DelayedWgrads, LinearCall, checked_fuse_wgrad
 from flatfsdp.torch_private import in_backward
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 In:   tokens int64 [batch, seq], and optionally targets of the same shape.
 Out:  the mean next-byte loss (FP32, 0-dim), or the logits [batch, seq, vocab].
-Next: `training/gpt.py` wraps it, one unit for each `Block` and one for the rest.
+Next: `training/jobs.py` wraps it, one unit for each `Block` and one for the rest.
 
 Shapes in names: b = batch, t = sequence, c = hidden, h = heads, d = hidden / heads, v = vocabulary.
 """

@@ -2,7 +2,7 @@
 
 In:   nothing (the running Python's standard library), or a path to any file or folder.
 Out:  a `Corpus` (uint8), and a `Sampler` that cuts (tokens, targets) batches from it.
-Next: `training/settings.py` draws one batch for each step, microbatch and rank.
+Next: `training/jobs.py` draws one batch for each step, microbatch and rank.
 """
 
 from __future__ import annotations

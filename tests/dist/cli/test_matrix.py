@@ -24,7 +24,7 @@ from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Comparison
 from flatfsdp.training.choices import Fusion
-from flatfsdp.training.settings import Configuration
+from flatfsdp.training.jobs import Configuration
 from tests.support.ranks import run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]

@@ -19,7 +19,7 @@ from flatfsdp.kernels.gemm.gemm import scaled_mm
 from flatfsdp.layers import LayerNormLinear
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.exchange import Exchange
-from flatfsdp.matmul.gathered_rows import RowsUnderWay
+from flatfsdp.matmul.linear_map import RowsUnderWay
 from tests.support.ranks import on_ranks
 from tests.support.split_layers import (
     BATCH,

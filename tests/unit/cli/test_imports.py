@@ -16,7 +16,7 @@ PRESENTATION = ("rich", "typer", "matplotlib")
 CORE = (
     *("flatfsdp", "flatfsdp.layers", "flatfsdp.checkpoint", "flatfsdp.parallel", "flatfsdp.plan"),
     *("flatfsdp.models", "flatfsdp.comm.launch", "flatfsdp.profiling"),
-    *("flatfsdp.training.gpt", "flatfsdp.training.llama"),
+    "flatfsdp.training.jobs",
 )
 OUTSIDE = [
     path.relative_to(ROOT)
