@@ -110,8 +110,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[Ranks, Ranks]:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in mesh, which has ranks {mesh.mesh.flatten().tolist()}; pass "
-            "the mesh of this rank"
+            f"rank {dist.get_rank()} is not in mesh, which has ranks {mesh.mesh.flatten().tolist()}"
         )
     if mesh.ndim == 1:
         return Ranks.of(mesh.get_group()), ALONE

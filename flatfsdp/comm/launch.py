@@ -81,8 +81,7 @@ class Launch:
         if self.device is Device.cuda and gpus < self.local_world:
             way_out = "; --device shared-cuda lets ranks share them" if gpus else ""
             raise ValueError(
-                f"--device cuda needs one GPU for each of {self.local_world} ranks; this machine has "
-                f"{gpus}{way_out}"
+                f"--device cuda needs one GPU for each of {self.local_world} ranks, not {gpus}{way_out}"
             )
         if self.device is Device.shared_cuda and gpus == 0:
             raise ValueError("--device shared-cuda needs a GPU, and this machine has none")

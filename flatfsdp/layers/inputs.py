@@ -46,8 +46,7 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) 
     """
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
-            f"{type(layer).__name__}: the input has shape {tuple(inp.shape)}; its last dimension has to be "
-            f"{features}"
+            f"{type(layer).__name__}: the last dimension of {tuple(inp.shape)} has to be {features}"
         )
     if inp.dtype is not dtype:
         inp = inp.to(dtype)
@@ -69,8 +68,7 @@ def residual_matrix(
         return None
     if residual.shape != inp.shape:
         raise ValueError(
-            f"{type(layer).__name__}: the residual has shape {tuple(residual.shape)}; it has to be the "
-            f"input's, {tuple(inp.shape)}"
+            f"{type(layer).__name__}: the residual has shape {tuple(residual.shape)}, not {tuple(inp.shape)}"
         )
     if residual.is_leaf and residual.requires_grad:
         # Both addends get the same gradient tensor.  Autograd stores it in a leaf's .grad without a copy if

@@ -67,8 +67,7 @@ class _NormLayer(WithoutExtraState, Declaring):
             raise ValueError(f"{type(self).__name__}: the input is {inp.dtype}, not FP32, fp16 or bf16")
         if inp.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
-                f"{type(self).__name__}: the input has shape {tuple(inp.shape)}; its last dimensions have to "
-                f"be {self.normalized_shape}"
+                f"{type(self).__name__}: the input is {tuple(inp.shape)}, not [..., *{self.normalized_shape}]"
             )
         bias = None if self.bias is None else self.bias.flatten()
         return norm(inp, self.weight.flatten(), bias, self.kind)

@@ -62,8 +62,7 @@ class Shared(nn.Module):
         split = [layer for layer in layers if layer._parallel.ranks.size > 1]
         if ranks.size > 1 and not split:
             raise ValueError(
-                f"{type(self).__name__}: tp_group has {ranks.size} ranks, and the layer was made whole, for "
-                f"one; pass tp_size={ranks.size} to the constructor"
+                f"{type(self).__name__} was made whole, for one; pass tp_size={ranks.size} to the constructor"
             )
         for layer in split:
             layer._check_group(ranks)

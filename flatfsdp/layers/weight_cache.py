@@ -87,13 +87,11 @@ class WeightCache:
         kept_recipe, operand = self.kept.get(name, (None, None))
         if operand is None:
             raise RuntimeError(
-                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; call the "
-                "layer with is_first_microbatch=True in the first microbatch of each step"
+                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; begin with True"
             )
         if kept_recipe != recipe:
             raise RuntimeError(
-                f"{self._layer}: {name} was cast with another recipe, {kept_recipe}; after a change "
-                "of recipe begin with is_first_microbatch=True"
+                f"{self._layer}: {name} has the cast of another recipe; begin with is_first_microbatch=True"
             )
         return operand
 

@@ -55,8 +55,7 @@ def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
     """
     if value not in (True, False, "two_pass", "if_claimed"):
         raise ValueError(
-            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False, 'two_pass' or "
-            "'if_claimed'"
+            f"{layer}: fuse_wgrad_accumulation is {value!r}, not True, False, 'two_pass' or 'if_claimed'"
         )
     return value
 
@@ -88,8 +87,7 @@ class DelayedWgrads:
         """
         if not self._wgrads[name]:
             raise RuntimeError(
-                f"{name}: no backward has left a weight gradient; call backward_dw() once for each call of "
-                "the layer, after its backward"
+                f"{name}: no backward has left one; call backward_dw() once for each call of the layer"
             )
         grad = self._wgrads[name].popleft()()
         if grad is not None:

@@ -31,10 +31,7 @@ class GPTConfig:
             if value < 1:
                 raise ValueError(f"{field} is {value}; it must be at least 1")
         if self.hidden % self.heads:
-            raise ValueError(
-                f"hidden is {self.hidden}, which {self.heads} heads cannot share equally; "
-                "choose hidden as a multiple of heads"
-            )
+            raise ValueError(f"hidden is {self.hidden}; it must be a multiple of heads, {self.heads}")
 
     def positions_of(self, tokens_bt: Tensor) -> Tensor:
         """The positions 0, 1, 2, ..., int64 [t].

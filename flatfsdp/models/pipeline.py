@@ -265,15 +265,13 @@ class LlamaPipeline:
         """Checks the batches before any rank sends anything."""
         if len(batches) != self.microbatches:
             raise ValueError(
-                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}: pass one "
-                f"for each microbatch, or build the pipeline with microbatches={len(batches)}"
+                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches} microbatches"
             )
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
             if tensor.shape != shape:
                 raise ValueError(
-                    f"a batch has shape {tuple(tensor.shape)}; tokens and targets must be {shape}, the batch "
-                    "and seq that the pipeline was made for"
+                    f"a batch has shape {tuple(tensor.shape)}; the pipeline was made for {shape}"
                 )
 
     def _run(
@@ -315,8 +313,7 @@ def _check_tokens(
             raise ValueError(f"{name} is {count}; it must be positive")
     if config.seq % sequence_ranks:
         raise ValueError(
-            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally; choose "
-            "a multiple, or leave sequence_parallel out"
+            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally"
         )
     if recipe is not None and batch * config.seq % ALIGNMENT:
         raise ValueError(f"{batch} x {config.seq} tokens in a microbatch: FP8 needs multiples of {ALIGNMENT}")
@@ -330,18 +327,15 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
     """
     if mesh.pp_size > 1:
         raise ValueError(
-            f"replay is True and there are {mesh.pp_size} pipeline ranks, whose schedule runs on the host; "
-            "leave one of the two out"
+            f"replay with {mesh.pp_size} pipeline ranks, whose schedule runs on the host: leave one out"
         )
     if mesh.tp_size > 1:
         raise ValueError(
-            f"replay is True and {mesh.tp_size} tensor-parallel ranks share each layer, which cannot be "
-            "recorded yet; leave one of the two out"
+            f"replay with {mesh.tp_size} tensor-parallel ranks, which cannot be recorded yet: leave one out"
         )
     if cache_fp8_weights:
         raise ValueError(
-            "replay is True and cache_fp8_weights, too: a cached weight has no address of its own; store "
-            "weights in FP8 by Precision(fp8_weights=...), or cast them in every microbatch"
+            "replay and cache_fp8_weights exclude each other; store weights by Precision(fp8_weights=...)"
         )
 
 
@@ -354,6 +348,5 @@ def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
     has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
     if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
         raise ValueError(
-            f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
-            "DelayedScaling"
+            f"recipe is {recipe}; Precision(fp8_weights=...) needs a CurrentScaling or DelayedScaling"
         )

@@ -60,8 +60,7 @@ class Sampler:
         size = len(self.corpus.bytes_n)
         if size < self.seq + 1:
             raise DataError(
-                f"{self.corpus.source} holds {size} bytes; a sequence of {self.seq} needs at least "
-                f"{self.seq + 1}: choose a longer --data or a smaller --seq"
+                f"{self.corpus.source} holds {size} bytes, not {self.seq + 1}; choose another --data or --seq"
             )
 
     def sample(self, step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -159,8 +159,7 @@ def require_same_grid(grids: Iterable[Grid]) -> None:
     sizes = sorted({grid.num_ranks for grid in grids})
     if len(sizes) > 1:
         raise ValueError(
-            f"a unit is spread over {sizes[0]} ranks and the model over {sizes[-1]}, "
-            "so no rank knows the norm of all gradients; clip such units by themselves"
+            f"a unit is spread over {sizes[0]} ranks and the model over {sizes[-1]}; clip such units alone"
         )
 
 

@@ -115,8 +115,7 @@ class FlatStage(PipelineStage):
     ) -> None:
         if (input_args is None) != (output_args is None):
             raise ValueError(
-                f"stage {stage_index} got only one of input_args and output_args; pass both, or none to let "
-                "the first step find out"
+                f"stage {stage_index} got only one of input_args and output_args; pass both, or none"
             )
         outermost = _outermost(submodule, stage_index)
         device = outermost[0].fsdp_state.shared.device if device is None else device
@@ -438,14 +437,12 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     units = distinct_units(module)
     if not units:
         raise ValueError(
-            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it, or "
-            "wrap it with FlatFSDP or auto_wrap, first"
+            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it first"
         )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
             raise ValueError(
-                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP, so nobody would reduce "
-                "its gradient; shard or wrap the whole stage (auto_wrap does)"
+                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP; shard the whole stage"
             )
     inner = {below for wrapped in units for _, below in units_in(wrapped) if below is not wrapped}
     return [wrapped for wrapped in units if wrapped not in inner]
@@ -456,8 +453,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state:
         raise ValueError(
-            f"stage {stage_index} is part of a larger sharded module that has been used already; shard "
-            "or wrap each stage by itself"
+            f"stage {stage_index} is part of a larger sharded module in use; shard each stage by itself"
         )
     return root
 

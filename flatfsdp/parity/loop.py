@@ -151,8 +151,7 @@ def train(
         of_step = [_moved(batch, rank.device) for batch in islice(batches, count)]
         if len(of_step) < count:
             raise ValueError(
-                f"batches ended in step {step} on rank {rank.index}; {trainee.steps} steps of {count} "
-                f"microbatches need {trainee.steps * count} of them"
+                f"batches ended in step {step} on rank {rank.index}; there must be {trainee.steps * count}"
             )
         of_step = trainee.before_step(step, of_step)
         for ledger in ledgers:

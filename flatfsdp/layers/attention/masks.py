@@ -69,8 +69,7 @@ def visible_keys(
     if attn_mask_type not in WITH_MASK:
         if attention_mask is not None:
             raise ValueError(
-                f"attn_mask_type={attn_mask_type!r} takes no attention_mask; choose one of "
-                f"{', '.join(WITH_MASK)}"
+                f"attn_mask_type={attn_mask_type!r} takes no attention_mask; {', '.join(WITH_MASK)} do"
             )
         return None
     if attention_mask is None:
@@ -81,8 +80,7 @@ def visible_keys(
     sizes = tuple(attention_mask.shape)
     if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):
         raise ValueError(
-            f"attention_mask has shape {sizes}; attn_mask_type={attn_mask_type!r} needs {whole}, or 1 in "
-            "place of any of them"
+            f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or 1 for any of them"
         )
     return attention_mask.logical_not()
 

@@ -270,8 +270,7 @@ class MultiheadAttention(Shared):
             )
         if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
             raise ValueError(
-                f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "
-                f"rotary_pos_interleaved={self.rotary_pos_interleaved}; make both the same"
+                f"rotary_pos_emb is interleaved={tables.interleaved}; make rotary_pos_interleaved the same"
             )
 
 

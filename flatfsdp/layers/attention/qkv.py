@@ -116,8 +116,7 @@ def split_qkv(
     heads, groups, head_dim, _ = of
     if mixed.shape[-1] != (heads + 2 * groups) * head_dim:
         raise ValueError(
-            f"a packed projection of {heads} query heads and {groups} groups of {head_dim} elements each has "
-            f"{(heads + 2 * groups) * head_dim} of them, not {mixed.shape[-1]}"
+            f"{heads} heads and 2 x {groups} groups of {head_dim} do not fill {mixed.shape[-1]} columns"
         )
     cos, sin = (None, None) if tables is None else tables[:2]
     return QKV(*_Split.run(mixed, cos, sin, of, batch_first, neighbours))

@@ -30,8 +30,7 @@ def add_to_slices(mixed: Tensor, deltas: Sequence[tuple[int, Tensor]]) -> Tensor
         columns = mixed.shape[-1]
         if delta.shape[:-1] != mixed.shape[:-1] or not 0 <= start <= columns - delta.shape[-1]:
             raise ValueError(
-                f"a delta of shape {tuple(delta.shape)} from column {start} on does not fit into a pack "
-                f"projection of shape {tuple(mixed.shape)}"
+                f"a delta {tuple(delta.shape)} from column {start} on does not fit into {tuple(mixed.shape)}"
             )
     if not deltas:
         return mixed

@@ -190,6 +190,5 @@ def _require_result(logits: Tensor) -> None:
     owner = logits if logits._base is None else logits._base
     if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
         raise ValueError(
-            "cross_entropy: inplace_backward would write the gradient of a leaf over its values; the logits "
-            "have to be the result of an operation"
+            "cross_entropy: inplace_backward would overwrite a leaf; pass the result of an operation"
         )

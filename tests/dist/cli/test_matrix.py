@@ -140,7 +140,7 @@ def refuses(rank: int, world_size: int) -> None:
                 LlamaPipeline(sizes, mesh, schedule, **counts)
     stored = Precision(fp8_weights=CurrentScaling())
     for recipe in (None, BlockScaling()):
-        with pytest.raises(ValueError, match="need a CurrentScaling or DelayedScaling"):
+        with pytest.raises(ValueError, match="needs a CurrentScaling or DelayedScaling"):
             LlamaPipeline(sizes, mesh, microbatches=2, batch=1, precision=stored, recipe=recipe)
     for other, message in (
         ({"seq": 24}, "1 x 24 tokens in a microbatch: FP8 needs multiples of 16"),

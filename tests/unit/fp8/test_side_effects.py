@@ -148,5 +148,5 @@ def test_convert_refuses_what_is_flat_already() -> None:
 
 
 def test_a_typo_in_fuse_wgrad_accumulation() -> None:
-    with pytest.raises(ValueError, match="'two-pass'; it must be True, False, 'two_pass' or 'if_claimed'"):
+    with pytest.raises(ValueError, match="'two-pass', not True, False, 'two_pass' or 'if_claimed'"):
         Linear(32, 32, fuse_wgrad_accumulation="two-pass")  # type: ignore[arg-type]
