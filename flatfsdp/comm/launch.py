@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +28,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from flatfsdp.comm.gpus import take_gpu
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -198,3 +198,22 @@ def _on_rank(
     # Only after success: after an exception others may be inside a collective, and this would wait for them.
     dist.destroy_process_group()
     return result
+
+
+def take_gpu(local: int) -> torch.device:
+    """Makes the GPU of a rank this process's current one.  Call it before NCCL has made a communicator.
+
+    NCCL refuses two ranks of one host on one GPU.  Ranks that share a GPU therefore appear to it as ranks of
+    several hosts, and exchange data through sockets: slow, but with the same kernels in the same order.
+
+    Args:
+        local: the rank's number on this machine, from 0.
+    """
+    host, gpu = divmod(local, torch.cuda.device_count())
+    if host > 0:
+        # Machines may have equal names.
+        machine = os.environ.get("NCCL_HOSTID", f"{socket.gethostname()}-{uuid.getnode():x}")
+        os.environ["NCCL_HOSTID"] = f"{machine}-{host}"
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device

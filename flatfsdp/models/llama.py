@@ -105,21 +105,61 @@ class Llama(nn.Module):
         options: MatmulOptions = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
+            "device": "meta",
             "tp_group": tp_group,
             "tp_size": self.parallel.ranks.size,
             "sequence_parallel": self.parallel.sequence_parallel,
             "tp_overlap": self.parallel.overlap,
         }
-        new = _Factory(config, options)
+        # GEMMs keep the scale of their input; those that add to the residual stream start smaller.
+        inner, to_residual = (_normal((times * config.hidden) ** -0.5) for times in (1, 2 * config.layers))
         # In the order of the forward.
-        self.embedding = new.embedding() if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
+        self.embedding: Embedding | None = None
+        if layers.start == 0:
+            self.embedding = Embedding(
+                config.vocab,
+                config.hidden,
+                init_method=_normal(1.0),
+                params_dtype=params_dtype,
+                device="meta",
+                fuse_wgrad_accumulation=bool(fuse_wgrad_accumulation),
+                tp_group=tp_group,
+                tp_size=self.parallel.ranks.size,
+                sequence_parallel=self.parallel.sequence_parallel,
+            )
+        self.layers = nn.ModuleDict()
+        for number in layers:
+            self.layers[str(number)] = TransformerLayer(
+                config.hidden,
+                config.ffn,
+                config.heads,
+                config.kv_heads,
+                config.norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                init_method=inner,
+                output_layer_init_method=to_residual,
+                layer_number=number + 1,
+                bias=False,
+                activation="swiglu",
+                normalization="RMSNorm",
+                fuse_qkv_params=True,
+                set_parallel_mode=True,
+                **options,
+            )
         if recipe is not None:
             # All stages have such layers, so that all raise together.
             self.require_fp8_shapes(ALIGNMENT)
-        has_head = layers.stop == config.layers
-        self.norm = new.norm() if has_head else None
-        self.head = new.head() if has_head else None
+        self.norm: RMSNorm | None = None
+        self.head: LinearCrossEntropy | None = None
+        if layers.stop == config.layers:
+            sequence_parallel = self.parallel.sequence_parallel
+            self.norm = RMSNorm(
+                config.hidden, config.norm_eps, sequence_parallel, params_dtype, device="meta"
+            )
+            self.head = LinearCrossEntropy(
+                config.hidden, config.vocab, init_method=inner, parallel_mode="column", **options
+            )
         self._names = {owner: name for name, owner in self.named_modules()}
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
@@ -193,73 +233,6 @@ class Llama(nn.Module):
         if self.recipe is None:
             return nullcontext()
         return autocast(recipe=self.recipe, amax_reduction_group=self.amax_group)
-
-
-class _Factory:
-    """Makes the parts of a model on the meta device.
-
-    Args:
-        config: sizes of the model.
-        options: options of all of its layers.
-    """
-
-    def __init__(self, config: LlamaConfig, options: MatmulOptions) -> None:
-        self._config = config
-        self._options: MatmulOptions = {**options, "device": "meta"}
-        # GEMMs keep the scale of their input; those that add to the residual stream start smaller.
-        self._inner = _normal(config.hidden**-0.5)
-        self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
-
-    def embedding(self) -> Embedding:
-        options = self._options
-        return Embedding(
-            self._config.vocab,
-            self._config.hidden,
-            init_method=_normal(1.0),
-            params_dtype=options["params_dtype"],
-            device=options["device"],
-            fuse_wgrad_accumulation=bool(options["fuse_wgrad_accumulation"]),
-            tp_group=options["tp_group"],
-            tp_size=options["tp_size"],
-            sequence_parallel=options["sequence_parallel"],
-        )
-
-    def layer(self, number: int) -> TransformerLayer:
-        config = self._config
-        return TransformerLayer(
-            config.hidden,
-            config.ffn,
-            config.heads,
-            config.kv_heads,
-            config.norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            init_method=self._inner,
-            output_layer_init_method=self._to_residual,
-            layer_number=number + 1,
-            bias=False,
-            activation="swiglu",
-            normalization="RMSNorm",
-            fuse_qkv_params=True,
-            set_parallel_mode=True,
-            **self._options,
-        )
-
-    def norm(self) -> RMSNorm:
-        options = self._options
-        return RMSNorm(
-            self._config.hidden,
-            self._config.norm_eps,
-            options["sequence_parallel"],
-            options["params_dtype"],
-            device=options["device"],
-        )
-
-    def head(self) -> LinearCrossEntropy:
-        config = self._config
-        return LinearCrossEntropy(
-            config.hidden, config.vocab, init_method=self._inner, parallel_mode="column", **self._options
-        )
 
 
 def _normal(std: float) -> InitMethod:

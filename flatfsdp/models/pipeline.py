@@ -126,25 +126,19 @@ class LlamaPipeline:
         **fsdp_options: Any,
     ) -> None:
         precision = Precision() if precision is None else precision
-        _check_same(
-            config,
-            mesh,
-            schedule=schedule,
-            microbatches=microbatches,
-            batch=batch,
-            stages_per_rank=stages_per_rank,
-            precision=precision,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
-            cache_fp8_weights=cache_fp8_weights,
-            seed=seed,
-            replay=replay,
-            timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT),
-        )
+        # All arguments but those in which stages may differ, so that none is forgotten.
+        arguments = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "config", "mesh", "device", "fsdp_options")
+        }
+        _check_same(config, mesh, **arguments, timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT))
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
-        _check_fp8_weights(precision, recipe)
+        has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
+        if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
+            raise ValueError(
+                f"recipe is {recipe}; Precision(fp8_weights=...) needs a CurrentScaling or DelayedScaling"
+            )
         if replay:
             _check_replay(mesh, cache_fp8_weights)
         self.config = config
@@ -336,17 +330,4 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
     if cache_fp8_weights:
         raise ValueError(
             "replay and cache_fp8_weights exclude each other; store weights by Precision(fp8_weights=...)"
-        )
-
-
-def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
-    """Checks that GEMMs can read the weights as they are stored.
-
-    Raises:
-        ValueError: if weights are stored in FP8 with one scale, and the recipe is of another kind.
-    """
-    has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
-    if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
-        raise ValueError(
-            f"recipe is {recipe}; Precision(fp8_weights=...) needs a CurrentScaling or DelayedScaling"
         )

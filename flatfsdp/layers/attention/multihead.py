@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.qk_norm import make_qk_norm
@@ -92,11 +91,19 @@ class MultiheadAttention(Shared):
         super().__init__()
         self._parallel = parallel_of("MultiheadAttention", AttentionOptions, options)
         is_split = options.get("set_parallel_mode", False)
-        _check(options, self._parallel, qkv_format)
+        if self._parallel.sequence_parallel:
+            if not is_split:
+                raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees all tokens")
+            if qkv_format != "sbhd":
+                raise ValueError(f"sequence_parallel splits dimension 0: use 'sbhd', not {qkv_format!r}")
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output needs input_layernorm=True")
         if kv_channels is None:
-            kv_channels = _head_size(hidden_size, num_attention_heads)
+            kv_channels, rest = divmod(hidden_size, num_attention_heads)
+            if rest:
+                raise ValueError(
+                    f"{num_attention_heads} heads do not divide hidden_size {hidden_size}; pass kv_channels"
+                )
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.input_layernorm = input_layernorm
@@ -250,7 +257,15 @@ class MultiheadAttention(Shared):
         if tables is None and self.rotary is not None:
             # The whole sequence: with sequence_parallel, the projection has gathered it.
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
-        self._check_tables(tables)
+        if isinstance(tables, Tensor):
+            raise TypeError(
+                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
+                "or (cos, sin) of the angles, [positions, dim / 2] each"
+            )
+        if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
+            raise ValueError(
+                f"rotary_pos_emb is interleaved={tables.interleaved}; make rotary_pos_interleaved the same"
+            )
         return heads_of_projection(
             mixed,
             self._heads_of,
@@ -261,37 +276,3 @@ class MultiheadAttention(Shared):
             k_norm=self.k_norm,
             norm_first=self.qk_norm_before_rope,
         )
-
-    def _check_tables(self, tables: Tables | None) -> None:
-        if isinstance(tables, Tensor):
-            raise TypeError(
-                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
-                "or (cos, sin) of the angles, [positions, dim / 2] each"
-            )
-        if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
-            raise ValueError(
-                f"rotary_pos_emb is interleaved={tables.interleaved}; make rotary_pos_interleaved the same"
-            )
-
-
-def _check(options: AttentionOptions, parallel: TensorParallel, qkv_format: str) -> None:
-    """Checks that the options fit together.
-
-    Raises:
-        ValueError: if sequence parallelism lacks what it needs.
-    """
-    if parallel.sequence_parallel and not options.get("set_parallel_mode"):
-        raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
-    if parallel.sequence_parallel and qkv_format != "sbhd":
-        raise ValueError(f"sequence_parallel splits dimension 0, the batch with {qkv_format!r}; use 'sbhd'")
-
-
-def _head_size(hidden_size: int, heads: int) -> int:
-    """Elements of a head if the heads share the hidden size.
-
-    Raises:
-        ValueError: if they cannot share it equally.
-    """
-    if hidden_size % heads:
-        raise ValueError(f"hidden_size is {hidden_size}, not a multiple of {heads}; pass kv_channels")
-    return hidden_size // heads

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flatfsdp.comm.gpus import take_gpu
-from flatfsdp.comm.launch import Device, Launch
+from flatfsdp.comm.launch import Device, Launch, take_gpu
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_names_are_transformer_engines() -> None:
         ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
         ({"attention_type": "cross"}, "attention_type='cross' is a Transformer"),
         ({"return_layernorm_output": True}, "needs input_layernorm=True"),
-        ({"num_attention_heads": 5}, "hidden_size is 32, not a multiple of 5 heads"),
+        ({"num_attention_heads": 5}, "5 heads do not divide hidden_size 32"),
         ({"qk_norm_type": "BatchNorm"}, "qk_norm_type is 'BatchNorm'"),
     ],
 )
