@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from flatfsdp.contract.recipe import DelayedScaling, Recipe
-from flatfsdp.fp8.region import Region, current_region, entered
-from flatfsdp.fp8.stage_ranks import current_stage, sharing_scales
+from flatfsdp.fp8.region import Region, current_region, current_stage, entered, sharing_scales
 
 
 @contextmanager

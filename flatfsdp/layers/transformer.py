@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
+from flatfsdp.layers.calls import autocast_dtype
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
-from flatfsdp.layers.inputs import autocast_dtype
 from flatfsdp.layers.layer_options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
+from flatfsdp.optim.clip import NonFinite
 from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey, wide_of
 from flatfsdp.optim.joined import STEP, Due, step_count
-from flatfsdp.optim.verdict import NonFinite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)

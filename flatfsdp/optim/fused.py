@@ -6,7 +6,7 @@ Next: the engine gathers the compute shard as it is.
 
     norm of all gradients -> scale, and verdict -> kernel: gradient, states, parameter, copy, amax
 
-All of it runs on the device.  The host does not know whether a step is taken (`verdict.py`), so quantities
+All of it runs on the device.  The host does not know whether a step is taken (`clip.py`), so quantities
 that depend on the number of steps, such as a bias correction, are computed on the device, too.
 """
 
@@ -28,9 +28,8 @@ from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.clip import clip_coefficient, pipeline_of
+from flatfsdp.optim.clip import Awaited, NonFinite, Verdict, clip_coefficient, judge, pipeline_of
 from flatfsdp.optim.joined import STEP, Due, DuePiece, Joined, Updated, updated
-from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
 class LaunchKey(NamedTuple):

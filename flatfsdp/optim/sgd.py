@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
+from flatfsdp.optim.clip import NonFinite
 from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey
 from flatfsdp.optim.joined import STEP, Due, step_count
-from flatfsdp.optim.verdict import NonFinite
 
 BUFFER = "momentum_buffer"
 

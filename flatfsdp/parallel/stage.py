@@ -46,7 +46,7 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.whole.units import UnitModule, distinct_units, root_of, units_in
-from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
+from flatfsdp.fp8.region import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
 

@@ -24,8 +24,7 @@ from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import LlamaConfig, LlamaPipeline
-from flatfsdp.models.fused_gpt import FusedGPT
-from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.gpt import GPT, Block, FusedGPT, GPTConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW

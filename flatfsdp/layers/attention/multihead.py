@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import Window
-from flatfsdp.layers.attention.qk_norm import make_qk_norm
 from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
 from flatfsdp.layers.layer_options import (
@@ -28,6 +27,7 @@ from flatfsdp.layers.layer_options import (
     parallel_of,
 )
 from flatfsdp.layers.linear import LayerNormLinear, Linear
+from flatfsdp.layers.norm import L2Normalization, LayerNorm, RMSNorm
 from flatfsdp.layers.shared import InitMethod, Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
@@ -162,8 +162,8 @@ class MultiheadAttention(Shared):
                 kv_channels, rotary_base=base, interleaved=self.rotary_pos_interleaved
             )
         splits_norms = is_split and self._parallel.ranks.size > 1
-        self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
-        self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
+        self.q_norm = _qk_norm(kv_channels, options, is_split=splits_norms)
+        self.k_norm = _qk_norm(kv_channels, options, is_split=splits_norms)
         # Split by its columns, as the context is split by heads: ranks add up their results.
         back: LinearOptions = {
             **of_maps,
@@ -276,3 +276,28 @@ class MultiheadAttention(Shared):
             k_norm=self.k_norm,
             norm_first=self.qk_norm_before_rope,
         )
+
+
+def _qk_norm(channels: int, options: AttentionOptions, *, is_split: bool) -> nn.Module | None:
+    """Makes the norm of queries or keys that `options` ask for; None if they ask for none.
+
+    Args:
+        channels: elements of a head.
+        options: the layer's options; only qk_norm_type, qk_norm_eps, params_dtype and device are read.
+        is_split: whether tensor-parallel ranks share the heads, so that gradients have to be summed over
+            them.
+
+    Raises:
+        ValueError: for an unknown type.
+    """
+    kind, eps = options.get("qk_norm_type"), options.get("qk_norm_eps", 1e-6)
+    dtype, device = options.get("params_dtype"), options.get("device")
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(channels, eps)
+    if kind == "RMSNorm":
+        return RMSNorm(channels, eps, is_split, params_dtype=dtype, device=device)
+    if kind == "LayerNorm":
+        return LayerNorm(channels, eps, is_split, params_dtype=dtype, device=device)
+    raise ValueError(f"qk_norm_type is {kind!r}, not None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'")

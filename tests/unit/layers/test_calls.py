@@ -22,9 +22,8 @@ from flatfsdp.layers import (
     Linear,
     LinearCrossEntropy,
 )
-from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.qkv import HeadsOf, add_to_slices, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
-from flatfsdp.layers.attention.slices import add_to_slices
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, norm_linear, prepare
 from flatfsdp.layers.embedding import look_up

@@ -23,7 +23,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from flatfsdp.layers.attention.qk_norm import L2Normalization
+from flatfsdp.layers.norm import L2Normalization
 from tests.support.fp8_layers import (
     FFN,
     SHORT,

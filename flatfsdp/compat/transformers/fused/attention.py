@@ -26,8 +26,7 @@ from flatfsdp.compat.transformers.fused.why_not import (
 )
 from flatfsdp.contract.packed import Pack
 from flatfsdp.layers.attention import sdpa
-from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
-from flatfsdp.layers.attention.slices import add_to_slices
+from flatfsdp.layers.attention.qkv import HeadsOf, add_to_slices, heads_of_projection
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, norm_linear, prepare
 
