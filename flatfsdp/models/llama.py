@@ -10,7 +10,7 @@ tensor-parallel rank has 1 / tp of the sequence between layers; with tensor para
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -197,9 +197,14 @@ class Llama(nn.Module):
         Raises:
             ValueError: if the sequence is longer than `config.seq`.
         """
-        x_sbh = inputs if self.embedding is None else self._embed(inputs, is_first_microbatch)
+        x_sbh = inputs
+        if self.embedding is not None:
+            if inputs.shape[1] > self.config.seq:
+                raise ValueError(f"a sequence of {inputs.shape[1]} tokens is longer than {self.config.seq}")
+            x_sbh = self.embedding(inputs.t(), is_first_microbatch)
         rope = self.rotary(self.config.seq, x_sbh.device)
-        with self._region():
+        is_fp8 = self.recipe is not None
+        with autocast(recipe=self.recipe, amax_reduction_group=self.amax_group) if is_fp8 else nullcontext():
             for layer in self.layers.values():
                 x_sbh = layer(x_sbh, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rope)
         if self.norm is None or self.head is None:
@@ -221,18 +226,6 @@ class Llama(nn.Module):
             # A schedule finds out shapes with leaves, which must not be overwritten.
             inplace_backward=not logits_sbv.is_leaf,
         )
-
-    def _embed(self, tokens_bs: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        assert self.embedding is not None
-        if tokens_bs.shape[1] > self.config.seq:
-            raise ValueError(f"a sequence of {tokens_bs.shape[1]} tokens is longer than {self.config.seq}")
-        x_sbh: Tensor = self.embedding(tokens_bs.t(), is_first_microbatch)
-        return x_sbh
-
-    def _region(self) -> AbstractContextManager[None]:
-        if self.recipe is None:
-            return nullcontext()
-        return autocast(recipe=self.recipe, amax_reduction_group=self.amax_group)
 
 
 def _normal(std: float) -> InitMethod:

@@ -133,7 +133,11 @@ class AdamW(FusedOptimizer):
         found: dict[int, Tensor] = {}
         for (_, dtype), indices in by_kind.items():
             steps = [counted[index][1] for index in indices]
-            options = [_corrected(counted[index][0].updated.group) for index in indices]
+            groups = [counted[index][0].updated.group for index in indices]
+            options = [
+                Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))
+                for group in groups
+            ]
             found.update(zip(indices, bias_corrected(steps, options, wide_of(dtype)), strict=True))
         return [found[index] for index in range(len(counted))]
 
@@ -141,7 +145,3 @@ class AdamW(FusedOptimizer):
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
     ) -> None:
         adamw(runs, grad_scale=grad_scale, taken=taken, dtype=kind.rounding)
-
-
-def _corrected(group: dict[str, Any]) -> Corrected:
-    return Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))

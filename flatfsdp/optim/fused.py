@@ -232,7 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         # This checks all gradients, before the first collective and before the first write.
-        due = self._due()
+        due = [one for each in self._updated() if (one := each.due()) is not None]
         coefficient, taken = self._decide(due)
         # Counts first, as in the states of PyTorch's optimizers.
         counts = [
@@ -324,9 +324,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             groups = [(group, list(group["params"])) for group in self.param_groups]
             plan = self._plan = _Plan(groups, updated(self.param_groups, self.state))
         return plan.updated
-
-    def _due(self) -> list[Due]:
-        return [due for each in self._updated() if (due := each.due()) is not None]
 
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
         """Shards of all parameters, in the same order on all ranks, whichever portion comes first.

@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -124,26 +124,21 @@ class FlatStage(PipelineStage):
         if stage_index < num_stages - 1:
             output_args = _exchanged(output_args)
         self.ends = _described(input_args), _described(output_args)
-        super().__init__(
-            submodule,
-            stage_index,
-            num_stages,
-            device,
-            input_args=input_args,
-            output_args=output_args,
-            group=group,
-        )
+        super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
         self._check_place()
         self._roots = [_root_of_stage(wrapped, stage_index) for wrapped in outermost]
-        units = [unit for root in self._roots for unit in root.units]
-        self._groups = [each for unit in units for each in unit.groups]
-        pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
+        self._groups = [each for root in self._roots for unit in root.units for each in unit.groups]
+        self._pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
         for flat_group in self._groups:
-            flat_group.master.stages = pipeline
-        self._pipeline = pipeline
+            flat_group.master.stages = self._pipeline
         self._identity = ModelIdentity(timeout=outermost[0].fsdp_state.policy.timeout)
         self._steps = 0
-        self._stage_ranks = _stage_ranks(outermost[0], self.group)
+        others = frozenset(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
+        # Made when an FP8 region of the stage needs it.
+        make_group = cache(
+            partial(outermost[0].fsdp_state.grid.make_group, outermost[0].fsdp_state.shared.device)
+        )
+        self._stage_ranks = StageRanks(others, make_group)
         self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False
         self._earlier: _EarlierGrads | None = None
@@ -198,7 +193,11 @@ class FlatStage(PipelineStage):
         schedule = _calling_schedule()
         if schedule is not None:
             self._meet(schedule)
-            self._begin_step_together()
+            # A rank may have several stages, which begin the step together: the first one compares for all.
+            if self.stage_index < self.group_size:
+                # So that no rank skips a step, or begins one more.
+                with launch_on_host(self._pipeline, self._step, self.device):
+                    self._steps += 1
         if self._is_under_way:
             for root in self._roots:
                 root.abandon_step()
@@ -242,13 +241,6 @@ class FlatStage(PipelineStage):
                     "from the same configuration, batch and sequence"
                 )
 
-    def _begin_step_together(self) -> None:
-        """Compares the step counters of all pipeline ranks, so that none skips a step or begins one more."""
-        # A rank may have several stages, which begin the step together: the first one compares for all.
-        if self.stage_index < self.group_size:
-            with launch_on_host(self._pipeline, self._step, self.device):
-                self._steps += 1
-
     @property
     def _step(self) -> Identity:
         return Identity.counting(Action.SCHEDULE, self._steps, self._identity)
@@ -260,10 +252,7 @@ class FlatStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of one microbatch."""
         self._is_under_way = self.has_backward
-        with (
-            self._microbatch(is_first=fwd_chunk_id == 0, is_last=True),
-            inside_stage(self._stage_ranks),
-        ):
+        with self._microbatch(is_first=fwd_chunk_id == 0, is_last=True), inside_stage(self._stage_ranks):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -418,18 +407,6 @@ def _described(tensors: Tensors | None) -> str:
     """Describes shapes and dtypes; empty if they are not known."""
     parts = [tensors] if isinstance(tensors, Tensor) else tensors or []
     return ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-
-
-def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> StageRanks:
-    """The ranks that FP8 regions in the stage share scales with."""
-    ranks = dist.get_process_group_ranks(pipeline)
-    others = frozenset(ranks) - {dist.get_rank()}
-
-    @cache
-    def make_group() -> dist.ProcessGroup | None:
-        return wrapped.fsdp_state.grid.make_group(wrapped.fsdp_state.shared.device)
-
-    return StageRanks(others, make_group)
 
 
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:

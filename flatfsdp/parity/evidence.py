@@ -78,11 +78,14 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
         parameters[name] = Kept(parameter.detach().cpu(), shape, first)
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             state[f"{name}.{key}"] = Kept(torch.as_tensor(value).detach().cpu(), shape, first)
-    buffers = {f"buffer {name}": Kept(buffer.detach().cpu()) for name, buffer in _buffers(trained.model)}
+    # Buffers of the model's own, such as running statistics, under their original names.
+    for prefix, module in prefixed_modules(trained.model):
+        for name, buffer in module.named_buffers(recurse=False):
+            parameters[f"buffer {prefix}{name}"] = Kept(buffer.detach().cpu())
     return {
         "losses": {f"step {step}": Kept(losses_m) for step, losses_m in enumerate(trained.local_losses)},
         "gradients": gradients,
-        "parameters": {**parameters, **buffers},
+        "parameters": parameters,
         "optimizer state": state,
     }
 
@@ -103,13 +106,6 @@ def _local_shards(model: nn.Module) -> Iterator[_LocalShard]:
         for (parameter, _, _), slot in zip(group.master.portions, group.layout.slots, strict=True):
             if parameter.numel():
                 yield _LocalShard(prefix + slot.name, parameter, slot.shape, max(begin - slot.offset, 0))
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields all buffers of the model's own, such as running statistics, under their original names."""
-    for prefix, module in prefixed_modules(model):
-        for name, buffer in module.named_buffers(recurse=False):
-            yield prefix + name, buffer
 
 
 def differences_on_all_ranks(

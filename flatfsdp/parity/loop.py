@@ -46,16 +46,6 @@ class RunSummary:
     bytes_per_parameter: dict[str, float]
     local_bytes: float
 
-    @staticmethod
-    def of(
-        losses: list[float], norms: list[float], times: list[float], bytes_per_parameter: dict[str, float]
-    ) -> RunSummary:
-        """Summarises measurements of all steps."""
-        # The first step allocates and records the order of the units.
-        ms = statistics.median(times[1:] or times)
-        copied = sum(bytes_per_parameter.get(name, 0.0) for name in LOCAL_COPIES)
-        return RunSummary(losses, norms, losses[-1].hex(), ms, bytes_per_parameter, copied)
-
     @property
     def falling(self) -> bool:
         """Whether the last quarter of the steps has a lower mean loss than the first one."""
@@ -173,8 +163,11 @@ def train(
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = max(sum(ledger.parameters for ledger in ledgers), 1)
     moved = {kind: sum(ledger.bytes[kind] for ledger in ledgers) / parameters for kind in kinds}
+    # The first step allocates and records the order of the units.
+    ms = statistics.median(times[1:] or times)
+    copied = sum(moved.get(name, 0.0) for name in LOCAL_COPIES)
     return Trained(
-        RunSummary.of(losses, norms, times, moved),
+        RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied),
         torch.stack(local_losses),
         trainee.model,
         trainee.optimizer,

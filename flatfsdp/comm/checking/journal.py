@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -183,7 +183,8 @@ class HostJournal:
         with self._waiting(identity, self._ranks):
             all_gather_numbers(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
-        difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
+        alarm = next((Difference(*row[1:]) for row in rows if row[0] == self._ALARM), None)
+        difference = alarm or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
             # Ranks of other groups may be about to wait for this one.  Their next launch with it gets the
             # alarm as its answer.
@@ -245,10 +246,6 @@ class HostJournal:
         # Kept until they are sent: gloo reads and writes the tensors in the background.
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
         self._alarms.append((work, everyones, own))
-
-
-def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
-    return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
 
 
 class DeviceJournal:

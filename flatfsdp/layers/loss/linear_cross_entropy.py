@@ -219,7 +219,11 @@ class _OfChunks(Function):
             # Freed first: the next chunk's logits reuse the memory.
             del dy
         dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
-        return _summed(torch.cat(dx), call) if dx else None, dweight, *(None,) * 6
+        whole = torch.cat(dx) if dx else None
+        if whole is not None and call.exchange.sums_input_grad:
+            # Over the ranks that share the vocabulary.
+            whole = call.exchange.start_sum(whole).wait()
+        return whole, dweight, *(None,) * 6
 
 
 def _gathered(x: Tensor, call: LinearCall) -> Tensor:
@@ -229,11 +233,6 @@ def _gathered(x: Tensor, call: LinearCall) -> Tensor:
 
 def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
     return gemms.fprop(Operand(x), weight, None, call.dtype, call.split)
-
-
-def _summed(dx: Tensor, call: LinearCall) -> Tensor:
-    """The sum of dx over the ranks that share the vocabulary."""
-    return call.exchange.start_sum(dx).wait() if call.exchange.sums_input_grad else dx
 
 
 def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:
