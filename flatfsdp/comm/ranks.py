@@ -61,9 +61,7 @@ class Ranks:
         if group is None:
             return Ranks(None, 1, 0)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "this rank is not in the process group that it passes; pass the one with this rank"
-            )
+            raise ValueError("this rank is not in the process group that it passes; pass its own")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"a process group is needed, not {group!r}; pass what dist.new_group returns")
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))

@@ -302,7 +302,7 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) 
     """
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
-            f"{type(layer).__name__}: the last dimension of {tuple(inp.shape)} has to be {features}"
+            f"{type(layer).__name__}: the last dimension of {tuple(inp.shape)} is not {features}"
         )
     if inp.dtype is not dtype:
         inp = inp.to(dtype)

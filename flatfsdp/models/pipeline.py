@@ -264,9 +264,7 @@ class LlamaPipeline:
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
             if tensor.shape != shape:
-                raise ValueError(
-                    f"a batch has shape {tuple(tensor.shape)}; the pipeline was made for {shape}"
-                )
+                raise ValueError(f"a batch is {tuple(tensor.shape)}; the pipeline was made for {shape}")
 
     def _run(
         self, run: Callable[..., Any], batches: Sequence[tuple[Tensor, Tensor]], losses: list[Tensor]

@@ -179,7 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise ValueError(
-                    f"a parameter is {parameter.dtype}; {type(self).__name__} updates floating-point ones"
+                    f"{type(self).__name__} updates floating-point parameters, not {parameter.dtype}"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

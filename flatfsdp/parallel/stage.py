@@ -114,9 +114,7 @@ class FlatStage(PipelineStage):
         cache_fp8_weights: bool = False,
     ) -> None:
         if (input_args is None) != (output_args is None):
-            raise ValueError(
-                f"stage {stage_index} got only one of input_args and output_args; pass both, or none"
-            )
+            raise ValueError(f"stage {stage_index} got one of input_args and output_args; pass both, or none")
         outermost = _outermost(submodule, stage_index)
         device = outermost[0].fsdp_state.shared.device if device is None else device
         if stage_index > 0:
@@ -430,7 +428,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state:
         raise ValueError(
-            f"stage {stage_index} is part of a larger sharded module in use; shard each stage by itself"
+            f"stage {stage_index} is part of a larger sharded module; shard each stage by itself"
         )
     return root
 

@@ -63,9 +63,7 @@ def visible_keys(
     """
     if attn_mask_type not in WITH_MASK:
         if attention_mask is not None:
-            raise ValueError(
-                f"attn_mask_type={attn_mask_type!r} takes no attention_mask; {', '.join(WITH_MASK)} do"
-            )
+            raise ValueError(f"{attn_mask_type!r} takes no attention_mask; {', '.join(WITH_MASK)} do")
         return None
     if attention_mask is None:
         raise ValueError(f"attn_mask_type={attn_mask_type!r} needs an attention_mask: True is masked out")
@@ -74,9 +72,7 @@ def visible_keys(
     whole = (shape[0], 1, 1, shape[3]) if attn_mask_type != "arbitrary" else shape
     sizes = tuple(attention_mask.shape)
     if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):
-        raise ValueError(
-            f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or 1 for any of them"
-        )
+        raise ValueError(f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or ones")
     return attention_mask.logical_not()
 
 

@@ -115,9 +115,7 @@ def split_qkv(
     """
     heads, groups, head_dim, _ = of
     if mixed.shape[-1] != (heads + 2 * groups) * head_dim:
-        raise ValueError(
-            f"{heads} heads and 2 x {groups} groups of {head_dim} do not fill {mixed.shape[-1]} columns"
-        )
+        raise ValueError(f"{heads} + 2 x {groups} heads of {head_dim} do not fill {mixed.shape[-1]} columns")
     cos, sin = (None, None) if tables is None else tables[:2]
     return QKV(*_Split.run(mixed, cos, sin, of, batch_first, neighbours))
 

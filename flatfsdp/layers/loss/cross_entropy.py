@@ -66,7 +66,7 @@ def cross_entropy(
         owner = logits if logits._base is None else logits._base
         if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
             raise ValueError(
-                "cross_entropy: inplace_backward would overwrite a leaf; pass the result of an operation"
+                "cross_entropy: inplace_backward would overwrite a leaf; pass what an operation returns"
             )
     matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
     loss: Tensor = CrossEntropyNode.run(matrix, ids, how, Ranks.of(tp_group), inplace_backward)

@@ -300,7 +300,7 @@ def test_sizes_of_transposed_weights() -> None:
         pytest.raises(ValueError, match=r"Turned\.down_weight.*out_features is 20"),
     ):
         two_calls(module, torch.randn(TOKENS, WIDTH))
-    with pytest.raises(ValueError, match=r"\(16, 20\).* has to be 32"):
+    with pytest.raises(ValueError, match=r"\(16, 20\).* is not 32"):
         two_calls(module, torch.randn(16, 20))
 
 
