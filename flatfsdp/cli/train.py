@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.console import StepBar
 from flatfsdp.cli.report import plot_losses
 from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.console import StepBar
 from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.comm.launch import Launch, Rank, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
