@@ -13,10 +13,10 @@ Where ranks share a matrix by rows, `for_rows` gives the quantizer of a rank's r
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Quantized(NamedTuple):
     """[cols]"""
 
 
-class Quantizer(ABC):
+class Quantizer(Protocol):
     """Casts one tensor of a layer in each call.
 
     The defaults are those of a cast that records nothing, and is the same for some rows as for all.

@@ -52,6 +52,8 @@ SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Tensors = Tensor | tuple[Tensor, ...]
+_Earlier = tuple[nn.Parameter, Attribute[Tensor | None], Tensor]
+"""A parameter, where it has its gradient, and that gradient from before a step."""
 
 
 class FlatStage(PipelineStage):
@@ -139,7 +141,7 @@ class FlatStage(PipelineStage):
         self._stage_ranks = StageRanks(others, make_group)
         self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False
-        self._earlier: _EarlierGrads | None = None
+        self._earlier: list[_Earlier] | None = None
         self._known_schedule: weakref.ref[Schedule] | None = None
 
     def _check_place(self) -> None:
@@ -276,7 +278,7 @@ class FlatStage(PipelineStage):
         if not full_backward:
             raise NotImplementedError(_split_message("this schedule"))
         if last_backward:
-            self._earlier = _EarlierGrads(self._groups)
+            self._earlier = _set_aside(self._groups)
         try:
             with self._microbatch(is_first=bwd_chunk_id == 0, is_last=last_backward):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -325,9 +327,11 @@ class FlatStage(PipelineStage):
         self._add_earlier()
 
     def _add_earlier(self) -> None:
+        """Adds the step's gradients to those from before it."""
         earlier, self._earlier = self._earlier, None
-        if earlier is not None:
-            earlier.put_back()
+        for parameter, place, grad in earlier or ():
+            new = reduced_grad(parameter, place)
+            place.leave(parameter, grad if new is None else grad.add_(new))
 
     # ---- shapes: how torch 2.13 finds out what stages exchange ------------------------------------------
 
@@ -373,27 +377,20 @@ class FlatStage(PipelineStage):
         return prepared
 
 
-class _EarlierGrads:
-    """Gradients from before a step, set aside so that its scaling does not reach them."""
-
-    def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self._taken: list[tuple[nn.Parameter, Attribute[Tensor | None], Tensor]] = []
-        for group in groups:
-            # So that this is not taken for a zero_grad() later.
-            group.drop_if_zeroed()
-            place = group.master.grad_attribute
-            for portion in group.master.portions:
-                grad = reduced_grad(portion.parameter, place)
-                if grad is not None:
-                    self._taken.append((portion.parameter, place, grad))
-                    place.leave(portion.parameter, None)
-            group.watch_unreduced()
-
-    def put_back(self) -> None:
-        """Adds the step's gradients to the earlier ones."""
-        for parameter, place, earlier in self._taken:
-            new = reduced_grad(parameter, place)
-            place.leave(parameter, earlier if new is None else earlier.add_(new))
+def _set_aside(groups: Iterable[FlatGroup]) -> list[_Earlier]:
+    """Takes away the gradients from before a step, so that its scaling does not reach them."""
+    taken: list[_Earlier] = []
+    for group in groups:
+        # So that this is not taken for a zero_grad() later.
+        group.drop_if_zeroed()
+        place = group.master.grad_attribute
+        for portion in group.master.portions:
+            grad = reduced_grad(portion.parameter, place)
+            if grad is not None:
+                taken.append((portion.parameter, place, grad))
+                place.leave(portion.parameter, None)
+        group.watch_unreduced()
+    return taken
 
 
 def _exchanged(like: Tensors | None) -> Tensors | None:

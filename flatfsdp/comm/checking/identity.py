@@ -45,7 +45,7 @@ class Action(IntEnum):
 
     words: str
 
-    def __new__(cls, number: int, words: str) -> Action:
+    def __new__(cls, number: int, words: str = "") -> Action:
         """Makes a member whose value is its number."""
         member = int.__new__(cls, number)
         member._value_, member.words = number, words
