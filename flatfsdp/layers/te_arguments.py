@@ -63,15 +63,14 @@ _ORDERS = {
 """Positional arguments of Transformer Engine's constructors, in order."""
 
 
-def _advice(names: str, instead: str) -> dict[str, str]:
+def _each(names: str, instead: str = "leave it out") -> dict[str, str]:
     return dict.fromkeys(names.split(), instead)
 
 
-_IGNORED = _advice(
+_IGNORED = _each(
     "name ub_name rng_tracker_name seq_length micro_batch_size cp_global_ranks cp_stream cp_comm_type "
     "enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_bottom_right_diagonal enc_dec_window_size "
-    "max_seqlen_q max_seqlen_kv fast_zero_fill",
-    "leave it out",
+    "max_seqlen_q max_seqlen_kv fast_zero_fill"
 )
 """Arguments that we do not have, and whose value never matters."""
 
@@ -85,16 +84,12 @@ _DEFAULTS: Mapping[str, object] = {
 }
 """Transformer Engine's defaults other than None and False, of arguments that we do not have."""
 
-
 _INSTEAD: Mapping[str, str] = {
     **_IGNORED,
-    **dict.fromkeys(_DEFAULTS, "leave it out"),
-    **_advice(
-        "save_original_input return_max_logit symmetric_ar_type activation_params bottom_right_diagonal "
-        "drop_path_rate fp8_output seq_len_interpolation_factor pretrained_max_position_embeddings",
-        "leave it out",
-    ),
-    **_advice(
+    **_each("attention_type layer_type softmax_type rotary_percent num_splits save_original_input"),
+    **_each("return_max_logit symmetric_ar_type activation_params bottom_right_diagonal drop_path_rate"),
+    **_each("fp8_output seq_len_interpolation_factor pretrained_max_position_embeddings"),
+    **_each(
         "ub_tp_comm_overlap ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad",
         "use tp_overlap=True, which needs no buffers of its own, or leave it out",
     ),
@@ -102,14 +97,11 @@ _INSTEAD: Mapping[str, str] = {
     "cp_group": "context parallelism is not supported: leave it out",
     "encoder_output": "cross-attention and decoder layers are not supported",
     "inference_params": "there is no cache of keys and values",
-    **_advice(
+    **_each(
         "cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded pad_between_seqs",
         "documents of several lengths in one row are not supported: pass an attention_mask, or pad",
     ),
-    **_advice(
-        "core_attention_bias core_attention_bias_type alibi_slopes",
-        "pass what is to be masked out as attention_mask",
-    ),
+    **_each("core_attention_bias core_attention_bias_type alibi_slopes", "pass an attention_mask"),
     **{f"{name}_layer": f"it is {name}=" for name in ("query", "key", "value")},
 }
 """All arguments that we do not have, with advice for values that would change something."""
