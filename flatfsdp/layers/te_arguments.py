@@ -68,9 +68,9 @@ def _each(names: str, instead: str = "leave it out") -> dict[str, str]:
 
 
 _IGNORED = _each(
-    "name ub_name rng_tracker_name seq_length micro_batch_size cp_global_ranks cp_stream cp_comm_type "
-    "enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_bottom_right_diagonal enc_dec_window_size "
-    "max_seqlen_q max_seqlen_kv fast_zero_fill"
+    "name layer_number ub_name rng_tracker_name seq_length micro_batch_size cp_global_ranks cp_stream "
+    "cp_comm_type enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_bottom_right_diagonal "
+    "enc_dec_window_size max_seqlen_q max_seqlen_kv fast_zero_fill"
 )
 """Arguments that we do not have, and whose value never matters."""
 

@@ -38,7 +38,6 @@ class TransformerLayer(Shared):
         attention_dropout: probability of dropping an attention weight in training.
         init_method: fills the first weight of each branch.
         output_layer_init_method: fills the second weight of each branch.
-        layer_number: a label only.
         kv_channels: elements of a head; default: hidden_size / num_attention_heads.
         self_attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
@@ -70,11 +69,10 @@ class TransformerLayer(Shared):
         attention_dropout: float = 0.1,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        layer_number: int | None = None,
+        *,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: Window | None = None,
-        *,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
@@ -105,9 +103,8 @@ class TransformerLayer(Shared):
             layernorm_epsilon,
             init_method,
             output_layer_init_method,
-            layer_number,
-            self_attn_mask_type,
-            window_size,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
             num_gqa_groups=num_gqa_groups,
             return_bias=return_bias,
             return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,

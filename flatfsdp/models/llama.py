@@ -139,7 +139,6 @@ class Llama(nn.Module):
                 attention_dropout=0.0,
                 init_method=inner,
                 output_layer_init_method=to_residual,
-                layer_number=number + 1,
                 bias=False,
                 activation="swiglu",
                 normalization="RMSNorm",

@@ -45,7 +45,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.  Needs a
             boolean mask [queries, keys]; each module keeps its own.
         softmax_scale: default: 1 / sqrt(kv_channels).
-        layer_number: a label only.
         tp_group: tensor-parallel ranks that share the heads; the head counts above are totals over the group.
         tp_size: size of the group; may be left out.
         sequence_parallel: has no effect here: each rank attends with some heads over the whole sequence.
@@ -72,7 +71,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         window_size: Window | None = None,
         *,
         softmax_scale: float | None = None,
-        layer_number: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
@@ -99,7 +97,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.softmax_scale = softmax_scale
-        self.layer_number = layer_number
         self._windows = WindowMasks()
         self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
 

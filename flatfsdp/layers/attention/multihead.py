@@ -45,7 +45,6 @@ class MultiheadAttention(Shared):
         layernorm_epsilon: epsilon of the norm with `input_layernorm`.
         init_method: fills the weights of the query, key and value projection.
         output_layer_init_method: fills the weight of the output projection.
-        layer_number: a label only.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
         num_gqa_groups: heads of key and value; default: `num_attention_heads`.
@@ -77,10 +76,9 @@ class MultiheadAttention(Shared):
         layernorm_epsilon: float = 1e-5,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        layer_number: int | None = None,
+        *,
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
-        *,
         num_gqa_groups: int | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
@@ -120,7 +118,6 @@ class MultiheadAttention(Shared):
             qkv_format,
             attn_mask_type,
             window_size,
-            layer_number=layer_number,
             tp_group=options.get("tp_group") if is_split else None,
             tp_size=options.get("tp_size", 1) if is_split else 1,
             sequence_parallel=options.get("sequence_parallel", False),
