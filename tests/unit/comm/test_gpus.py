@@ -45,7 +45,7 @@ def test_no_two_ranks_of_one_host_share_a_gpu(gpus: mock.Mock) -> None:
 def test_sharing_is_asked_for(gpus: mock.Mock) -> None:
     assert Launch(4, Device.shared_cuda).use_cuda() and Launch(2, Device.cuda).use_cuda()
     assert not Launch(4, Device.auto).use_cuda()
-    with pytest.raises(ValueError, match=r"needs one GPU for each of 4 ranks; .* shared-cuda"):
+    with pytest.raises(ValueError, match=r"needs one GPU for each of 4 ranks, .* shared-cuda"):
         Launch(4, Device.cuda)
 
 

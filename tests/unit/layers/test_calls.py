@@ -376,7 +376,7 @@ def test_additions_of_another_dtype_are_rounded_once() -> None:
     ("start", "shape"), [(6, (4, 3)), (-1, (4, 3)), (0, (4, 9)), (0, (3, 3)), (0, (2, 2, 3))]
 )
 def test_additions_that_do_not_fit(start: int, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"from column -?\d on does not fit into .* \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"from column -?\d on does not fit into \(4, 8\)"):
         add_to_slices(torch.randn(4, 8), [(start, torch.randn(shape))])
 
 

@@ -58,7 +58,7 @@ def test_a_part_without_a_gradient_counts_as_zero() -> None:
 
 
 def test_a_wrong_size_is_named() -> None:
-    with pytest.raises(ValueError, match="has 64 of them, not 63"):
+    with pytest.raises(ValueError, match="do not fill 63 columns"):
         split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True))
 
 
@@ -97,7 +97,7 @@ def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> N
 
 def test_a_wrong_size_is_named_with_rope() -> None:
     tables = RotaryPositionEmbedding(8)(4)
-    with pytest.raises(ValueError, match="has 64 of them, not 63"):
+    with pytest.raises(ValueError, match="do not fill 63 columns"):
         split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True), tables)
     with pytest.raises(ValueError, match="x needs at least 5 rows"):
         split_qkv(torch.randn(5, 2, 64), HeadsOf(4, 2, 8, False), tables)
