@@ -63,8 +63,8 @@ class WeightCache:
         if stored is not None:
             if isinstance(casts.recipe, BlockScaling):
                 raise RuntimeError(
-                    f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)), and "
-                    "BlockScaling needs one a block; use CurrentScaling, DelayedScaling or fp8_weights=None"
+                    f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)): for "
+                    "BlockScaling keep weights in 16 bits (fp8_weights=None), or use another recipe"
                 )
             return stored()
         if casts.recipe is None:
