@@ -91,7 +91,8 @@ class WeightCache:
         kept_recipe, operand = self.kept.get(name, (None, None))
         if operand is None:
             raise RuntimeError(
-                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; begin with True"
+                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; call the layer with "
+                "is_first_microbatch=True in the first microbatch of each step"
             )
         if kept_recipe != recipe:
             raise RuntimeError(
