@@ -1,6 +1,6 @@
 """Bytes that each engine copies and sends for one parameter in one optimizer step.
 
-They are measured from outside (`flatfsdp.profiling.copy_counter`), in the same way for FlatFSDP and PyTorch's
+They are measured from outside (`lib/copy_counter.py`), in the same way for FlatFSDP and PyTorch's
 FSDP2, and shown beside the number that each design promises.  The model is four equal units with FP32 master
 parameters, bf16 compute and FP32 reduction, over gloo; the second step is counted, which excludes set-up.
 With FP8 weights, which are nearly all parameters then, it uses FlatFSDP's own layers, and torchao's float8

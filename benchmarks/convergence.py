@@ -31,8 +31,7 @@ from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity.loop import train
 from flatfsdp.training.choices import PrecisionName
-from flatfsdp.training.gpt import check_sizes, gpt_job
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, check_sizes, gpt_job
 
 
 class Model(str, Enum):

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.comm.launch import Device, is_main, run_on_ranks
-from flatfsdp.profiling.trace import COMMUNICATION
+from flatfsdp.profiling import COMMUNICATION
 
 
 def payload_of(job: Job, rows: list[ModeRuns], ranks: int, device: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from timeline import cpu_spans_of, redraw, save_spans, spans_in
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,9 +37,7 @@ from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
 from flatfsdp.parallel import make_mesh
-from flatfsdp.profiling.figures import to_json
-from flatfsdp.profiling.timeline import redraw, save_spans
-from flatfsdp.profiling.trace import cpu_spans_of, spans_in
+from flatfsdp.profiling import to_json
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import PrecisionName
 
@@ -263,7 +262,7 @@ def main(
     def traced(step: int) -> tuple[float, bool]:
         """Runs a step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
 
-        `flatfsdp.profiling.timeline.redraw` makes the picture from step.json, which is small.  Recording
+        `timeline.redraw` makes the picture from step.json, which is small.  Recording
         takes host time: if the host is the limit, there are more gaps than in other steps.
         """
         on_gpu = device.type == "cuda"

@@ -1,6 +1,6 @@
 """Profiler labels and the byte ledger, which show what the engine does.
 
-The ledger is the engine's own account; `profiling/copy_counter.py` measures the same thing from outside.
+The ledger is the engine's own account; `benchmarks/lib/copy_counter.py` measures the same thing from outside.
 """
 
 from __future__ import annotations

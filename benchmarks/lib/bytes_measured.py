@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from flatfsdp import Precision, by_class, fp8, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import convert
-from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from lib.bytes_formulas import HIDDEN, UNITS, WIDTH, Case, Traffic, promised
+from lib.copy_counter import CopyCounter, Kind
 
 TOKENS = 16
 MIN_NUMEL = WIDTH * HIDDEN // 4

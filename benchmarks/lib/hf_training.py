@@ -1,6 +1,6 @@
 """The training of the example GPT for `convergence.py`, and of Hugging Face's Llama in its place.
 
-In:   the same as for `flatfsdp.training.gpt.gpt_job`.
+In:   the same as for `flatfsdp.training.jobs.gpt_job`.
 Out:  a `ModelJob`, or an optimizer.
 Next: `convergence.py` compares precisions.
 """
@@ -23,8 +23,7 @@ from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.models.text import Sampler
 from flatfsdp.parity.any_model import ModelJob
-from flatfsdp.training.gpt import gpt_job
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, gpt_job
 from lib.hf_models import build, layer_class
 from lib.llama import LlamaConfig
 

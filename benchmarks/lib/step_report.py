@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.profiling.timeline import COLORS
-from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
+from flatfsdp.profiling import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 from lib.llama import LlamaConfig, flops_per_token
 from lib.measuring import Job, V, Variant, VariantRuns
 
@@ -192,9 +191,11 @@ def _show_breakdown(rows: Sequence[Row], console: Console) -> None:
 
 OVERLAP, GAPS = "two classes or more", "gaps"
 CLASS_COLORS = {
-    **{name: COLORS[name] for name in (GEMM, ATTENTION, MEMORY)},
+    GEMM: "#4e79a7",
+    ATTENTION: "#f28e2b",
+    MEMORY: "#76b7b2",
     OVERLAP: "#edc948",
-    COMMUNICATION: COLORS[COMMUNICATION],
+    COMMUNICATION: "#e15759",
     GAPS: "#bab0ac",
 }
 

@@ -25,8 +25,7 @@ from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity import Parity, Switch
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import check_sizes
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, check_sizes
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
@@ -148,40 +147,33 @@ def verify(
     [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
     """
     chosen = given(context)
-    if model is not None or batches is not None:
-        with usage_errors():
-            local_path(out)
+    is_own = model is not None or batches is not None
+    name, picture = "verify-model.json" if is_own else "verify-matrix.json", None
+    if not (is_own or matrix):
+        require("matplotlib")
+        name, picture = "verify.json", out / "losses.png"
+    plan = None
+    with usage_errors():
+        if is_own:
             check_own_model(chosen)
             launch = Launch(ranks, device, deterministic=True)
-        with reported_failures():
-            found = run_on_ranks(verify_own_model, chosen, launch)
-        out.mkdir(parents=True, exist_ok=True)
-        conclude(found, out / "verify-model.json", json)
-    if matrix:
-        with usage_errors():
+        elif matrix:
             plan = matrix_plan(device, ranks, chosen)
-            check_input_and_output(plan.rows[0].settings, out)
-        with reported_failures():
-            found = run_plan(plan, out / "verify-matrix.json")
-        conclude(found, out / "verify-matrix.json", json)
-    require("matplotlib")
-    with usage_errors():
-        if only:
-            raise ValueError(
-                "--only chooses among the rows of --matrix; add it, or choose with --precision and --strategy"
-            )
-        sizes = GPTConfig(layers, hidden, heads, seq)
-        settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
-        launch = Launch(ranks, device, deterministic=True)
-        switches = switch if "switch" in chosen else None
-        plan = gpt_plan(launch, settings, precision, strategy, switches, fusion, self_test=self_test)
-        check_input_and_output(settings, out)
+        elif only:
+            raise ValueError("--only chooses among rows of --matrix; add it, or use --precision, --strategy")
+        else:
+            launch = Launch(ranks, device, deterministic=True)
+            sizes = GPTConfig(layers, hidden, heads, seq)
+            settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
+            switches = switch if "switch" in chosen else None
+            plan = gpt_plan(launch, settings, precision, strategy, switches, fusion, self_test=self_test)
+        check_input_and_output(None if plan is None else plan.rows[0].settings, out)
     with reported_failures():
-        found = run_plan(plan, out / "verify.json")
-    conclude(found, out / "verify.json", json, picture=out / "losses.png")
+        found = run_plan(plan, out / name) if plan else run_on_ranks(verify_own_model, chosen, launch)
+    conclude(found, out / name, json, picture)
 
 
-def conclude(found: Parity, file: Path, json: bool, picture: Path | None = None) -> NoReturn:
+def conclude(found: Parity, file: Path, json: bool, picture: Path | None) -> NoReturn:
     """Writes and prints the result of `verify`; ends with its exit code."""
     if is_main():
         file.write_text(found.json() + "\n")
@@ -257,7 +249,8 @@ app.command()(plan)
 app.command()(demo)
 
 
-def check_input_and_output(settings: Settings[Any], out: Path) -> None:
+def check_input_and_output(settings: Settings[Any] | None, out: Path) -> None:
     """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
-    settings.sampler()
+    if settings is not None:
+        settings.sampler()
     local_path(out).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from flatfsdp.cli.verify import gpt_plan, run_plan
 from flatfsdp.comm.launch import Device, Launch
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training.choices import PrecisionName, Strategy
-from flatfsdp.training.settings import Settings
+from flatfsdp.training.jobs import Settings
 
 SETTINGS = Settings(GPTConfig(layers=2, hidden=64, heads=4, seq=64), batch=2, microbatches=2, steps=3)
 ON_FOUR_RANKS = "pp 2 x tp 2 + SP, 1f1b, bf16"

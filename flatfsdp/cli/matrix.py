@@ -19,7 +19,7 @@ from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parity import Switch
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings
 
 ON_CPU = Settings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), batch=2, steps=4)
 ON_GPUS = Settings(

@@ -22,7 +22,7 @@ from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, UnitPlan, plan_model
-from flatfsdp.profiling.figures import to_json
+from flatfsdp.profiling import to_json
 from flatfsdp.training.choices import PrecisionName
 
 _MACHINE = ("machine", "gpu_memory", "gpus_per_host", "link_bandwidth", "network_bandwidth", "as_json")

@@ -13,7 +13,7 @@ from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Candidate, Job, Machine, MemoryPlan, Sent, TimePlan, memory_plan, time_plan
 from flatfsdp.plan.parts import parts_of
 from flatfsdp.plan.traffic import sent_by_rank
-from flatfsdp.profiling.figures import to_json
+from flatfsdp.profiling import to_json
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.console import StepBar
 from flatfsdp.cli.report import plot_losses
 from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig
-from flatfsdp.parity.loop import train
-from flatfsdp.parity.trained import RunSummary
-from flatfsdp.profiling.environment import environment
-from flatfsdp.profiling.figures import to_json
-from flatfsdp.training.gpt import gpt_job
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.parity.loop import RunSummary, train
+from flatfsdp.profiling import environment, to_json
+from flatfsdp.training.jobs import Configuration, Settings, gpt_job
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.console import StepBar
 from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.comm.launch import Launch, Rank, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
@@ -21,11 +21,9 @@ from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Parity, Switch, verify
 from flatfsdp.parity.loop import MakeTrainee
 from flatfsdp.parity.verify import compare
-from flatfsdp.profiling.environment import environment
+from flatfsdp.profiling import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.gpt import check_sizes, gpt_job
-from flatfsdp.training.llama import check_ranks, llama
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, check_ranks, check_sizes, gpt_job, llama
 
 OWN_SWITCHES = tuple(switch for switch in Switch if switch is not Switch.reshard)
 """Switches of the built-in GPT, for which `Strategy` has two rows instead of `reshard`."""

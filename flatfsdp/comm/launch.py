@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +28,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from flatfsdp.comm.gpus import take_gpu
 
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
@@ -74,17 +74,14 @@ class Launch:
 
     def __post_init__(self) -> None:
         if under_torchrun() and self.ranks not in (None, int(os.environ["WORLD_SIZE"])):
-            raise ValueError(
-                f"--ranks is {self.ranks}, but torchrun started {os.environ['WORLD_SIZE']}; leave it out"
-            )
+            raise ValueError(f"--ranks is {self.ranks}, torchrun's {os.environ['WORLD_SIZE']}; leave it out")
         if self.world < 1:
             raise ValueError(f"ranks is {self.world}; it must be at least 1")
         gpus = torch.cuda.device_count()
         if self.device is Device.cuda and gpus < self.local_world:
             way_out = "; --device shared-cuda lets ranks share them" if gpus else ""
             raise ValueError(
-                f"--device cuda needs one GPU for each of {self.local_world} ranks; this machine has "
-                f"{gpus}{way_out}"
+                f"--device cuda needs one GPU for each of {self.local_world} ranks, not {gpus}{way_out}"
             )
         if self.device is Device.shared_cuda and gpus == 0:
             raise ValueError("--device shared-cuda needs a GPU, and this machine has none")
@@ -201,3 +198,22 @@ def _on_rank(
     # Only after success: after an exception others may be inside a collective, and this would wait for them.
     dist.destroy_process_group()
     return result
+
+
+def take_gpu(local: int) -> torch.device:
+    """Makes the GPU of a rank this process's current one.  Call it before NCCL has made a communicator.
+
+    NCCL refuses two ranks of one host on one GPU.  Ranks that share a GPU therefore appear to it as ranks of
+    several hosts, and exchange data through sockets: slow, but with the same kernels in the same order.
+
+    Args:
+        local: the rank's number on this machine, from 0.
+    """
+    host, gpu = divmod(local, torch.cuda.device_count())
+    if host > 0:
+        # Machines may have equal names.
+        machine = os.environ.get("NCCL_HOSTID", f"{socket.gethostname()}-{uuid.getnode():x}")
+        os.environ["NCCL_HOSTID"] = f"{machine}-{host}"
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device

@@ -13,7 +13,7 @@ import time
 
 import torch.distributed as dist
 
-from flatfsdp.comm.checking.absence import named
+from flatfsdp.comm.checking.reports import named
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.torch_private import default_store
 

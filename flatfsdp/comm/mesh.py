@@ -134,9 +134,7 @@ def make_mesh(
         ValueError: if a size is not positive, or the sizes do not give the number of ranks.
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            "make_mesh arranges the ranks of torch.distributed; call dist.init_process_group() first"
-        )
+        raise RuntimeError("make_mesh arranges existing ranks; call dist.init_process_group() first")
     parallelism = Parallelism.over(
         dist.get_world_size(), pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp
     )

@@ -76,9 +76,7 @@ class Parallelism:
                 )
             dp_shard = world // others.world
         if dp_shard < 1:
-            raise ValueError(
-                f"dp_shard is {dp_shard}; it has to be at least 1, or -1 for all ranks that are left"
-            )
+            raise ValueError(f"dp_shard is {dp_shard}; it has to be at least 1, or -1 for all ranks left")
         found = Parallelism(pp, dp_replicate, dp_shard, tp, sequence_parallel)
         if found.world != world:
             raise ValueError(

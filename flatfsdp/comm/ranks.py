@@ -44,8 +44,7 @@ class Ranks:
         group = self._group()
         if group is None:
             raise RuntimeError(
-                "the process group of a model or layer is gone; call dist.destroy_process_group() after its "
-                "last use"
+                "the process group of a model or layer is gone; destroy_process_group() after its last use"
             )
         return group
 
@@ -62,10 +61,7 @@ class Ranks:
         if group is None:
             return Ranks(None, 1, 0)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                "this rank is not in the process group that it passes; of several that new_group has made, "
-                "pass the one with this rank"
-            )
+            raise ValueError("this rank is not in the process group that it passes; pass its own")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"a process group is needed, not {group!r}; pass what dist.new_group returns")
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
@@ -95,10 +91,7 @@ class Ranks:
             TypeError: if they are pickled, for ranks of a group.
         """
         if vars(self).get("_group") is not None:
-            raise TypeError(
-                "what several ranks share cannot be pickled, as their process group means nothing to another "
-                "process; save state_dict(), and build the layer anew"
-            )
+            raise TypeError("process groups cannot be pickled; save state_dict(), and build the layer anew")
         return vars(self)
 
     @property

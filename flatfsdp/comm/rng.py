@@ -33,19 +33,9 @@ def seeded(seed: int, *names: str) -> Iterator[None]:
 
     A layer then starts with the same values in every pipeline stage that has it.
     """
-    cpu, cuda = torch.default_generator, _cuda_generator(initialize=True)
-    cpu_state = cpu.get_state()
-    cuda_state = None if cuda is None else (cuda.initial_seed(), cuda.get_offset())
     key = _hash(seed, *names)
-    cpu.manual_seed(key)
-    if cuda is not None:
-        cuda.manual_seed(key)
-    try:
+    with _reseeded(key, _cuda_generator(initialize=True), key):
         yield
-    finally:
-        cpu.set_state(cpu_state)
-        if cuda is not None and cuda_state is not None:
-            _set(cuda, *cuda_state)
 
 
 class Tracker(Protocol):
@@ -90,23 +80,36 @@ class RNGTracker:
         if self._ranks.size == 1:
             yield
             return
-        cpu, cuda = torch.default_generator, _cuda_generator(initialize=False)
         # This draw is both the common part of the seed and the step by which the generator advances, on all
         # ranks alike.  The state to go back to is the one after it.
         common = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        cpu_state = cpu.get_state()
-        cpu.manual_seed(_hash(common, self._ranks.rank))
-        if cuda is not None:
-            # Nothing is drawn on the GPU, which the host would wait for: seed and offset, known to the host,
-            # take the place of a draw.
-            cuda_seed, cuda_offset = cuda.initial_seed(), cuda.get_offset()
-            cuda.manual_seed(_hash(cuda_seed, cuda_offset, self._ranks.rank))
-        try:
+        cuda, rank = _cuda_generator(initialize=False), self._ranks.rank
+        # Nothing is drawn on the GPU, which the host would wait for: seed and offset, known to the host, take
+        # the place of a draw.
+        key = 0 if cuda is None else _hash(cuda.initial_seed(), cuda.get_offset(), rank)
+        with _reseeded(_hash(common, rank), cuda, key, step=CUDA_STEP):
             yield
-        finally:
-            cpu.set_state(cpu_state)
-            if cuda is not None:
-                _set(cuda, cuda_seed, cuda_offset + CUDA_STEP)
+
+
+@contextmanager
+def _reseeded(
+    cpu_seed: int, cuda: torch.Generator | None, cuda_seed: int, *, step: int = 0
+) -> Iterator[None]:
+    """Context whose generators start from these seeds; afterwards that of CUDA has advanced by `step`."""
+    cpu = torch.default_generator
+    cpu_state = cpu.get_state()
+    before = None if cuda is None else (cuda.initial_seed(), cuda.get_offset())
+    cpu.manual_seed(cpu_seed)
+    if cuda is not None:
+        cuda.manual_seed(cuda_seed)
+    try:
+        yield
+    finally:
+        cpu.set_state(cpu_state)
+        if cuda is not None and before is not None:
+            # Without the tensor copies of `get_state` and `set_state`.
+            cuda.manual_seed(before[0])
+            cuda.set_offset(before[1] + step)
 
 
 def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
@@ -120,12 +123,6 @@ def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
     if not torch.cuda.is_initialized():
         return None
     return torch.cuda.default_generators[torch.cuda.current_device()]
-
-
-def _set(generator: torch.Generator, seed: int, offset: int) -> None:
-    """Sets seed and offset of a CUDA generator, without the tensor copies of `get_state`/`set_state`."""
-    generator.manual_seed(seed)
-    generator.set_offset(offset)
 
 
 def _hash(*parts: int | str) -> int:

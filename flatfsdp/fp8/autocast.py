@@ -15,8 +15,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from flatfsdp.contract.recipe import DelayedScaling, Recipe
-from flatfsdp.fp8.region import Region, current_region, entered
-from flatfsdp.fp8.stage_ranks import current_stage, sharing_scales
+from flatfsdp.fp8.region import Region, current_region, current_stage, entered, sharing_scales
 
 
 @contextmanager
@@ -56,9 +55,7 @@ def autocast(
             raise TypeError(f"{name} is {value!r}; it must be True or False (a recipe is passed as recipe=)")
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe is {recipe!r}; pass a DelayedScaling, a CurrentScaling or a BlockScaling of flatfsdp.fp8"
-        )
+        raise TypeError(f"recipe is {recipe!r}; pass a DelayedScaling, CurrentScaling or BlockScaling")
     outer = current_region()
     region = Region(recipe, enabled, calibrating and not enabled, sharing_scales(amax_reduction_group), outer)
     stage = current_stage()

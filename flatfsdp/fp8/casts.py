@@ -40,11 +40,6 @@ class Casts:
     split: SplitAccumulator
     recipe: Recipe | None
 
-    @property
-    def is_fp8(self) -> bool:
-        """Whether GEMMs are in FP8."""
-        return self.recipe is not None
-
 
 WITHOUT_FP8 = Casts(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
 

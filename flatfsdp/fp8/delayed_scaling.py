@@ -132,8 +132,7 @@ class Arena:
         """
         if is_captured(self.scale.device) and not self.is_recorded:
             raise RuntimeError(
-                "a CUDA graph is captured in which DelayedScaling moves its scales on, but replays would all "
-                "cast with the scales of the capture; use CurrentScaling"
+                "replays of this CUDA graph would all cast with the scales of its capture; use CurrentScaling"
             )
         # Ranks first, so that all of them make the same scales.  Then observers, which read row 0 before the
         # history rolls.

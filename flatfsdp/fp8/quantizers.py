@@ -13,6 +13,7 @@ Where ranks share a matrix by rows, `for_rows` gives the quantizer of a rank's r
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -41,15 +42,23 @@ class Quantized(NamedTuple):
 
 
 class Quantizer(Protocol):
-    """Casts one tensor of a layer in each call."""
+    """Casts one tensor of a layer in each call.
+
+    The defaults are those of a cast that records nothing, and is the same for some rows as for all.
+    """
+
+    __slots__ = ()
 
     @property
     def fused(self) -> dict[str, Any] | None:
         """Arguments scale, amax and dtype for a kernel that casts its own result; None: cast it later."""
+        return None
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         """The operand from the result of a kernel that cast with `fused`."""
+        raise AssertionError(f"{type(self).__name__} has no cast to fuse")
 
+    @abstractmethod
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
@@ -64,16 +73,19 @@ class Quantizer(Protocol):
 
     def silent(self) -> Quantizer:
         """The quantizer for a recomputation: the first run has recorded the amaxes."""
+        return self
 
     def for_rows(self, ranks: Ranks) -> Quantizer:
         """The quantizer for this rank's rows of a matrix shared by rows, before the all-gather."""
+        return self
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
         """The operand of all gathered rows; `gathered` has either `high` or `rowwise`."""
+        return with_columnwise(gathered) if columnwise else gathered
 
 
 @dataclass(slots=True)
-class Unquantized:
+class Unquantized(Quantizer):
     """No cast: GEMMs run in the dtype of the activations.
 
     Attributes:
@@ -81,15 +93,6 @@ class Unquantized:
     """
 
     amax: Tensor | None = None
-
-    @property
-    def fused(self) -> None:
-        """None: there is no cast to fuse."""
-        return None
-
-    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
-        """Never called, because `fused` is None."""
-        raise AssertionError("nothing is cast without FP8")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
@@ -103,18 +106,14 @@ class Unquantized:
         """One without `amax`."""
         return Unquantized()
 
-    def for_rows(self, ranks: Ranks) -> Unquantized:
-        """Unchanged: rows are gathered without a cast."""
-        return self
-
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
         """The gathered rows themselves."""
         return gathered
 
 
 @dataclass(slots=True)
-class Delayed:
-    """Delayed scaling: the scale is known before the cast.
+class Delayed(Quantizer):
+    """Delayed scaling: the scale is known before the cast, and ranks that share a layer have the same.
 
     Attributes:
         dtype: the FP8 format.
@@ -155,17 +154,9 @@ class Delayed:
         """The same scales for a recomputation, whose casts leave no amax in the history."""
         return Delayed(self.dtype, self.scale, self.scale_inv, None)
 
-    def for_rows(self, ranks: Ranks) -> Delayed:
-        """Returns itself: ranks that share a layer have one scale, so rows are cast as in the whole."""
-        return self
-
-    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
-        """The gathered operand, transposed as well if needed."""
-        return with_columnwise(gathered) if columnwise else gathered
-
 
 @dataclass(slots=True)
-class Current:
+class Current(Quantizer):
     """Current scaling: the scale comes from the tensor itself, in a separate pass.
 
     Attributes:
@@ -183,15 +174,6 @@ class Current:
     margin: float = 0.0
     amax: Tensor | None = None
     ranks: Ranks | None = None
-
-    @property
-    def fused(self) -> None:
-        """None: the scale is not known before the matrix is."""
-        return None
-
-    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
-        """Never called, because `fused` is None."""
-        raise AssertionError("current scaling casts when the amax is known")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
@@ -223,26 +205,13 @@ class Current:
         """The same with an amax over `ranks`."""
         return replace(self, ranks=ranks)
 
-    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
-        """The gathered operand, transposed as well if needed."""
-        return with_columnwise(gathered) if columnwise else gathered
-
 
 @dataclass(slots=True)
-class Blockwise:
+class Blockwise(Quantizer):
     """Block scaling: one scale per block, computed in the pass that casts it."""
 
     block: Block
     power_of_two: bool
-
-    @property
-    def fused(self) -> None:
-        """None: the scales are not known before the matrix is."""
-        return None
-
-    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
-        """Never called, because `fused` is None."""
-        raise AssertionError("block scaling casts when the amaxes are known")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
@@ -255,10 +224,6 @@ class Blockwise:
             None, cast.rowwise, cast.columnwise, cast.rowwise_scale_inv, cast.columnwise_scale_inv
         )
         return Quantized(operand, None if column_sum is None else sum_columns(x, column_sum))
-
-    def silent(self) -> Blockwise:
-        """Unchanged: there is nothing to record."""
-        return self
 
     def for_rows(self, ranks: Ranks) -> Unquantized:
         """No cast: rows are gathered in the dtype of the activations."""

@@ -46,26 +46,14 @@ class LateBuffers(WithoutExtraState):
             self.register_buffer(key, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = {key: state_dict[prefix + key] for key in self.late_buffers if prefix + key in state_dict}
-        device = next(
-            (tensor.device for tensor in (*self._buffers.values(), *saved.values()) if tensor is not None),
-            None,
-        )
+        there = (tensor for tensor in (*self._buffers.values(), *saved.values()) if tensor is not None)
+        device = next((tensor.device for tensor in there), None)
         # Before `super()`, which calls a tensor without a buffer unexpected.
         self.prepare_load({key: tensor.shape for key, tensor in saved.items()}, device)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing_keys: list[str] = args[-3]
         # A checkpoint may predate FP8.
         for key in self.late_buffers:
             if prefix + key in missing_keys:

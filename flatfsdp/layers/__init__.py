@@ -6,9 +6,8 @@ from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.convert import convert
 from flatfsdp.layers.dropout import bias_dropout_add
 from flatfsdp.layers.embedding import Embedding
-from flatfsdp.layers.layernorm_linear import LayerNormLinear
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
-from flatfsdp.layers.linear import Linear
+from flatfsdp.layers.linear import LayerNormLinear, Linear
 from flatfsdp.layers.loss.cross_entropy import cross_entropy
 from flatfsdp.layers.loss.linear_cross_entropy import LinearCrossEntropy
 from flatfsdp.layers.norm import LayerNorm, RMSNorm

@@ -37,9 +37,8 @@ from flatfsdp.layers.layer_options import MatmulOptions, parallel_of
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
-from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
-from flatfsdp.matmul.linear_map import LinearCall, checked_fuse_wgrad
+from flatfsdp.matmul.linear_map import DelayedWgrads, LinearCall, checked_fuse_wgrad
 from flatfsdp.torch_private import in_backward
 
 logger = logging.getLogger(__name__)
@@ -270,7 +269,10 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             delayed=self._delayed_wgrads,
             transposed=transposed,
-            overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
+            # Block scaling casts after the all-gather.
+            overlaps=exchange.overlap
+            and overlapped.is_available(weight.device)
+            and not isinstance(casts.recipe, BlockScaling),
         )
         return operand, call
 
@@ -349,11 +351,6 @@ def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 def _equal(one: Recipe, other: Recipe) -> bool:
     """Compares recipes; usually both are one object, and comparing all fields takes longer."""
     return one is other or one == other
-
-
-def _can_overlap(device: torch.device, recipe: Recipe | None) -> bool:
-    # Block scaling casts after the all-gather.
-    return overlapped.is_available(device) and not isinstance(recipe, BlockScaling)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 In:   an owner with scales, exchanges and casts; maps with its parameters; an input [..., features].
 Out:  the results of `nodes/`.
-Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with their own parameters.
+Next: `linear.py` and `layernorm_mlp.py` call these with their own parameters.
 
 An owner's call begins with `prepare`, once for all of its maps:
 
@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.casts import Casts
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
-from flatfsdp.layers.inputs import activation_dtype, as_matrix, residual_matrix
-from flatfsdp.layers.nodes.linear import LinearNode
-from flatfsdp.layers.nodes.norm_linear import NormLinearNode, NormLinearSpec
+from flatfsdp.layers.nodes.linear import LinearNode, NormLinearNode
 from flatfsdp.layers.nodes.norm_mlp import NormMLPNode, NormMLPSpec
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.matmul.exchange import UNSPLIT
@@ -200,8 +198,10 @@ def norm_linear(
     """
     added = ready.residual(residual)
     operand, call = ready.prepared(0, (ready.inp, residual, norm.weight, norm.bias))
-    of, spec = ready.maps[0], NormLinearSpec(norm.kind, call, keep)
-    results = NormLinearNode.run(ready.x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
+    of = ready.maps[0]
+    results = NormLinearNode.run(
+        ready.x, added, norm.weight, norm.bias, of.weight, of.bias, operand, norm.kind, call, keep
+    )
     return _called(ready, results, ready.leading)
 
 
@@ -262,3 +262,72 @@ def _called(
 def _with_rows(rows: Tensor, added: int) -> Tensor:
     """Appends the last row of a matrix `added` times."""
     return torch.cat([rows, rows[-1:].expand(added, -1)])
+
+
+# ---- inputs as matrices -----------------------------------------------------------------------------------
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Activation dtypes that layers accept."""
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that torch.autocast casts to; None if it is off or does not know the device (meta)."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
+    """The dtype of a layer's input after torch.autocast, if that is on.
+
+    Raises:
+        TypeError: if GEMMs do not support the dtype, or it is not the weight's and torch.autocast is off.
+    """
+    cast_to = autocast_dtype(x.device.type)
+    if cast_to is not None:
+        return cast_to
+    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
+            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
+        )
+    return x.dtype
+
+
+def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
+    """Makes [..., features] a contiguous [tokens, features] in `dtype`.
+
+    Raises:
+        ValueError: if the last dimension has another size.
+    """
+    if inp.dim() == 0 or inp.shape[-1] != features:
+        raise ValueError(
+            f"{type(layer).__name__}: the last dimension of {tuple(inp.shape)} is not {features}"
+        )
+    if inp.dtype is not dtype:
+        inp = inp.to(dtype)
+    if inp.dim() != 2:
+        # Without tokens, a -1 would be ambiguous.
+        inp = inp.reshape(inp.numel() // features, features)
+    return inp.contiguous()
+
+
+def residual_matrix(
+    residual: Tensor | None, inp: Tensor, dtype: torch.dtype, layer: nn.Module
+) -> Tensor | None:
+    """Makes the residual that is added to `inp` a matrix, like `as_matrix`.
+
+    Raises:
+        ValueError: if the two shapes differ.
+    """
+    if residual is None:
+        return None
+    if residual.shape != inp.shape:
+        raise ValueError(
+            f"{type(layer).__name__}: the residual has shape {tuple(residual.shape)}, not {tuple(inp.shape)}"
+        )
+    if residual.is_leaf and residual.requires_grad:
+        # Both addends get the same gradient tensor.  Autograd stores it in a leaf's .grad without a copy if
+        # it comes through a view, and a second backward would then add to both.
+        residual = residual * 1
+    return as_matrix(residual, inp.shape[-1], dtype, layer)

@@ -36,9 +36,7 @@ def require_fp8(device: torch.device, by_block: bool) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     found = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
     if (major, minor) < (8, 9):
-        raise RuntimeError(
-            f"FP8 was asked for on {found}; it needs 8.9 or more, so use autocast(enabled=False)"
-        )
+        raise RuntimeError(f"FP8 was asked for on {found}; it needs 8.9 or more: use autocast(enabled=False)")
     if by_block and major != 9:
         raise RuntimeError(
             f"BlockScaling was asked for on {found}; PyTorch multiplies with a scale for each block on 9.0 "
@@ -100,9 +98,7 @@ def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
         TypeError: for anything but None, True and False; NumPy's booleans would count as neither.
     """
     if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-        raise TypeError(
-            f"{layer}: is_first_microbatch is {is_first_microbatch!r}; it must be None, True or False"
-        )
+        raise TypeError(f"{layer}: is_first_microbatch is {is_first_microbatch!r}, not None, True or False")
 
 
 def require_shared_scales(

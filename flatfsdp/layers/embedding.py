@@ -20,8 +20,7 @@ from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, claim
 from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, declare_split
 from flatfsdp.kernels.grad.embedding import embedding_grad
 from flatfsdp.layers.checks import require_bool_or_none
-from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.layers.shared import Declaring, initialize
+from flatfsdp.layers.shared import Declaring, InitMethod, initialize, new_parameter, normal_init
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.torch_private import once_differentiable, receives_gradient

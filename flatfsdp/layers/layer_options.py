@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.tensor_parallel import Mode, TensorParallel
-from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.shared import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 
 

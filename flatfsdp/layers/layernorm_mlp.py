@@ -16,9 +16,9 @@ from flatfsdp.kernels.activation import GATED, NAMES
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_mlp, prepare
 from flatfsdp.layers.layer_options import MatmulOptions
-from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
-from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.own_maps import NormFirst
+from flatfsdp.layers.shared import InitMethod
 from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.torch_private import never_traced

@@ -1,4 +1,4 @@
-"""`LayerNorm` and `RMSNorm`: one kernel forward, one backward, with weight gradients summed in FP32.
+"""`LayerNorm`, `RMSNorm`, `L2Normalization`: one kernel forward, one backward, FP32 sums of weight gradients.
 
 In:   [..., *normalized_shape], FP32, fp16 or bf16;  out: the same shape and dtype.
 Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a GEMM.
@@ -16,10 +16,9 @@ from torch import Tensor
 from flatfsdp.contract.tensor_parallel import declare_whole
 from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm.forward import norm_forward
-from flatfsdp.layers.inputs import INPUT_DTYPES
+from flatfsdp.layers.calls import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
-from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.layers.shared import Declaring
+from flatfsdp.layers.shared import Declaring, new_parameter
 from flatfsdp.torch_private import once_differentiable
 
 
@@ -65,13 +64,10 @@ class _NormLayer(WithoutExtraState, Declaring):
             ValueError: if the last dimensions or the dtype do not fit.
         """
         if inp.dtype not in INPUT_DTYPES:
-            raise ValueError(
-                f"{type(self).__name__}: the input is {inp.dtype}; it has to be FP32, fp16 or bf16"
-            )
+            raise ValueError(f"{type(self).__name__}: the input is {inp.dtype}, not FP32, fp16 or bf16")
         if inp.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
-                f"{type(self).__name__}: the input has shape {tuple(inp.shape)}; its last dimensions have to "
-                f"be {self.normalized_shape}"
+                f"{type(self).__name__}: the input is {tuple(inp.shape)}, not [..., *{self.normalized_shape}]"
             )
         bias = None if self.bias is None else self.bias.flatten()
         return norm(inp, self.weight.flatten(), bias, self.kind)
@@ -113,6 +109,30 @@ class RMSNorm(_NormLayer):
     """
 
     normalization = "RMSNorm"
+
+
+class L2Normalization(WithoutExtraState):
+    """L2 normalization over the last dimension, y = x / sqrt(sum of x^2 + eps); no parameters.
+
+    Args:
+        channels: size of the last dimension.
+        eps: added to the sum of squares.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.channels = channels
+        self.eps = eps
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """Normalizes [..., channels], FP32, fp16 or bf16, to the same shape and dtype."""
+        # RMSNorm divides by the root of the mean, which is sqrt(channels) smaller than that of the sum.
+        gain = torch.full((self.channels,), self.channels**-0.5, dtype=torch.float32, device=inp.device)
+        return norm(inp, gain, None, NormKind(self.eps / self.channels, rms=True, zero_centered=False))
+
+    def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
+        return f"{self.channels}, eps={self.eps}"
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:

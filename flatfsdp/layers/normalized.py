@@ -2,7 +2,7 @@
 
 In:   [tokens, hidden], optionally a residual to add first, and the norm's parameters.
 Out:  an `Operand`, and the result itself if requested; in backward the gradients.
-Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
+Next: `linear.py` and `layernorm_mlp.py` begin with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers shared by tensor-parallel ranks: their group, parameter marks, split-independent initial values.
+"""Layers shared by tensor-parallel ranks: their group, parameters with marks, and initial values.
 
 In:   a layer's `TensorParallel`, and the marks of its parameters (`contract/tensor_parallel.py`).
 """
@@ -26,6 +26,19 @@ from flatfsdp.contract.tensor_parallel import (
     part_of,
 )
 
+InitMethod = Callable[[Tensor], Any]
+"""Fills a weight in place."""
+
+
+def normal_init(weight: Tensor) -> None:
+    """Fills a weight with Transformer Engine's default: normal, standard deviation 0.023."""
+    weight.normal_(0.0, 0.023)
+
+
+def new_parameter(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
+    """Makes an uninitialised parameter; None means torch's default dtype or device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
 
 class Shared(nn.Module):
     """A layer that tensor-parallel ranks may share, or that contains such layers."""
@@ -49,8 +62,7 @@ class Shared(nn.Module):
         split = [layer for layer in layers if layer._parallel.ranks.size > 1]
         if ranks.size > 1 and not split:
             raise ValueError(
-                f"{type(self).__name__}: tp_group has {ranks.size} ranks, and the layer was made whole, for "
-                f"one; pass tp_size={ranks.size} to the constructor"
+                f"{type(self).__name__} was made whole, for one; pass tp_size={ranks.size} to the constructor"
             )
         for layer in split:
             layer._check_group(ranks)
@@ -65,9 +77,7 @@ class Shared(nn.Module):
             )
         known = own.found if isinstance(own, LateRanks) else own
         if known is not None and known.global_ranks != ranks.global_ranks:
-            raise ValueError(
-                f"{name}: ranks {known.global_ranks} share it already, so {ranks.global_ranks} cannot"
-            )
+            raise ValueError(f"{name}: ranks {known.global_ranks} share it already, not {ranks.global_ranks}")
 
     def _set_ranks(self, ranks: Ranks) -> None:
         late = self._parallel.ranks

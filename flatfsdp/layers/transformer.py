@@ -16,13 +16,12 @@ from typing_extensions import Unpack
 
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
+from flatfsdp.layers.calls import autocast_dtype
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
-from flatfsdp.layers.inputs import autocast_dtype
 from flatfsdp.layers.layer_options import AttentionOptions, BlockOptions, only, parallel_of
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.shared import InitMethod, Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 
@@ -39,15 +38,12 @@ class TransformerLayer(Shared):
         attention_dropout: probability of dropping an attention weight in training.
         init_method: fills the first weight of each branch.
         output_layer_init_method: fills the second weight of each branch.
-        layer_number: a label only.
         kv_channels: elements of a head; default: hidden_size / num_attention_heads.
         self_attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
         apply_residual_connection_post_layernorm: the residuals are the norms' results, not their inputs.
         output_layernorm: no norm before attention, but one at the end.
         parallel_attention_mlp: out = x + dropout(self_attention(norm(x)) + layernorm_mlp(x)).
-        layer_type: only "encoder", which includes GPTs.
-        drop_path_rate: only 0.
         activation: of the MLP, a name in `flatfsdp.kernels.activation.NAMES`.
         attn_input_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
         options: options of all inner layers, listed in `AttentionOptions`.
@@ -73,23 +69,21 @@ class TransformerLayer(Shared):
         attention_dropout: float = 0.1,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        layer_number: int | None = None,
+        *,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: Window | None = None,
-        *,
         apply_residual_connection_post_layernorm: bool = False,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
-        layer_type: str = "encoder",
-        drop_path_rate: float = 0.0,
         activation: str = "gelu",
         attn_input_format: str = "sbhd",
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         self._parallel = parallel_of("TransformerLayer", AttentionOptions, options)
-        _check(layer_type, drop_path_rate, hidden_dropout)
+        if not 0 <= hidden_dropout < 1:
+            raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
         if parallel_attention_mlp and (apply_residual_connection_post_layernorm or output_layernorm):
             raise ValueError(
                 "parallel_attention_mlp goes neither with apply_residual_connection_post_layernorm nor with "
@@ -109,9 +103,8 @@ class TransformerLayer(Shared):
             layernorm_epsilon,
             init_method,
             output_layer_init_method,
-            layer_number,
-            self_attn_mask_type,
-            window_size,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
             num_gqa_groups=num_gqa_groups,
             return_bias=return_bias,
             return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,
@@ -220,19 +213,3 @@ class TransformerLayer(Shared):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training
             )
-
-
-def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> None:
-    """Checks the dropout, and options that exist only for compatibility with Transformer Engine.
-
-    Raises:
-        ValueError: if one of them has an unsupported value.
-    """
-    if layer_type != "encoder":
-        raise ValueError(
-            f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
-        )
-    if drop_path_rate != 0:
-        raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not supported: pass 0")
-    if not 0 <= hidden_dropout < 1:
-        raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")

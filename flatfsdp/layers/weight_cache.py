@@ -61,7 +61,11 @@ class WeightCache:
                 FP8 with one scale and the recipe uses a scale for each block.
         """
         if stored is not None:
-            self._require_tensor_scaling(name, casts.recipe)
+            if isinstance(casts.recipe, BlockScaling):
+                raise RuntimeError(
+                    f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)): for "
+                    "BlockScaling keep weights in 16 bits (fp8_weights=None), or use another recipe"
+                )
             return stored()
         if casts.recipe is None:
             return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
@@ -87,23 +91,14 @@ class WeightCache:
         kept_recipe, operand = self.kept.get(name, (None, None))
         if operand is None:
             raise RuntimeError(
-                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; call the "
-                "layer with is_first_microbatch=True in the first microbatch of each step"
+                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; call the layer with "
+                "is_first_microbatch=True in the first microbatch of each step"
             )
         if kept_recipe != recipe:
             raise RuntimeError(
-                f"{self._layer}: {name} was cast with another recipe, {kept_recipe}; after a change "
-                "of recipe begin with is_first_microbatch=True"
+                f"{self._layer}: {name} has the cast of another recipe; begin with is_first_microbatch=True"
             )
         return operand
-
-    def _require_tensor_scaling(self, name: str, recipe: Recipe | None) -> None:
-        if isinstance(recipe, BlockScaling):
-            raise RuntimeError(
-                f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) "
-                f"and was used with {recipe}; use CurrentScaling or DelayedScaling, or keep weights in 16 "
-                "bits (fp8_weights=None)"
-            )
 
 
 def _is_replay() -> bool:

@@ -110,9 +110,7 @@ class Exchange:
         if not self.splits_rows:
             return tuple(shape[:-1])
         if len(shape) < 2:
-            raise ValueError(
-                f"{layer}: the input has shape {tuple(shape)}; sequence_parallel needs the sequence in front"
-            )
+            raise ValueError(f"{layer}: sequence_parallel needs the sequence in front, not {tuple(shape)}")
         sequence, *others = shape[:-1]
         if self.gathers_input:
             return (sequence * self.ranks.size, *others)

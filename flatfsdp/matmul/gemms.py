@@ -43,8 +43,8 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) 
     """GEMM of the weight's gradient: [out, in] in `dtype`; in FP32 bit-equal to `accumulate_wgrad`."""
     # By the kernel that accumulates, for its bits; without tokens, because that gives zeros.
     if dtype == torch.float32 or _tokens(dy) == 0:
-        rows, cols = _wgrad_shape(dy, x)
-        target = _some(dy).new_empty(rows, cols, dtype=torch.float32)
+        left = _columns(dy)
+        target = left.new_empty(left.shape[0], _columns(x).shape[0], dtype=torch.float32)
         accumulate_wgrad(target, dy, x, split, first=True)
         return target.to(dtype)
     if dy.high is not None:
@@ -108,11 +108,11 @@ def is_blockwise(scale_inv: Tensor | None) -> bool:
     return scale_inv is not None and scale_inv.dim() == 2
 
 
-def _wgrad_shape(dy: Operand, x: Operand) -> tuple[int, int]:
-    if dy.high is not None and x.high is not None:
-        return dy.high.shape[1], x.high.shape[1]
-    assert dy.columnwise is not None and x.columnwise is not None
-    return dy.columnwise.shape[0], x.columnwise.shape[0]
+def _columns(operand: Operand) -> Tensor:
+    """The matrix as [features, tokens]."""
+    found = operand.columnwise if operand.high is None else operand.high.t()
+    assert found is not None
+    return found
 
 
 def _tokens(dy: Operand) -> int:
@@ -120,7 +120,3 @@ def _tokens(dy: Operand) -> int:
         return dy.high.shape[0]
     assert dy.columnwise is not None
     return dy.columnwise.shape[1]
-
-
-def _some(operand: Operand) -> Tensor:
-    return next(tensor for tensor in operand if tensor is not None)

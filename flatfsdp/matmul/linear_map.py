@@ -19,13 +19,14 @@ Tensor-parallel communication (`Exchange`) overlaps with a GEMM if one is left t
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from flatfsdp.comm.collectives import Pending
@@ -36,9 +37,7 @@ from flatfsdp.contract.recipe import SplitAccumulator
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.kernels.cast.column_sum import column_sum as sum_columns
 from flatfsdp.matmul import gemms, overlapped
-from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import Exchange
-from flatfsdp.matmul.gathered_rows import RowsUnderWay
 
 FuseWgrad = bool | Literal["two_pass", "if_claimed"]
 """Whether a layer adds its weight gradient to main_grad itself.
@@ -56,10 +55,43 @@ def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
     """
     if value not in (True, False, "two_pass", "if_claimed"):
         raise ValueError(
-            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False, 'two_pass' or "
-            "'if_claimed'"
+            f"{layer}: fuse_wgrad_accumulation is {value!r}, not True, False, 'two_pass' or 'if_claimed'"
         )
     return value
+
+
+Wgrad = Callable[[], Tensor | None]
+"""Computes the gradient and returns it, or adds it to main_grad and returns None."""
+
+
+class DelayedWgrads:
+    """A layer's deferred weight gradients, by the weights' names in messages, the oldest first.
+
+    A pipeline schedule can fill bubbles with these GEMMs, because nothing before the optimizer needs them.
+    Their operands are kept until then, and their results have the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._wgrads: defaultdict[str, deque[Wgrad]] = defaultdict(deque)
+
+    def put(self, name: str, wgrad: Wgrad) -> None:
+        """Defers a gradient."""
+        self._wgrads[name].append(wgrad)
+
+    @torch.no_grad()
+    def compute_oldest(self, name: str, weight: nn.Parameter) -> None:
+        """Computes the oldest gradient of a weight.
+
+        Raises:
+            RuntimeError: if there is none.
+        """
+        if not self._wgrads[name]:
+            raise RuntimeError(
+                f"{name}: no backward has left one; call backward_dw() once for each call of the layer"
+            )
+        grad = self._wgrads[name].popleft()()
+        if grad is not None:
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
 @dataclass(slots=True)
@@ -144,6 +176,34 @@ class LinearSaved(NamedTuple):
         """Rebuilds it from `ctx.saved_tensors`."""
         middle = len(tensors) // 2
         return LinearSaved(Operand(*tensors[:middle]), Operand(*tensors[middle:]))
+
+
+class RowsUnderWay(NamedTuple):
+    """A running all-gather of an operand's rows, and the quantizer that makes GEMM operands of its result.
+
+    Attributes:
+        rows: this rank's rows.
+        pending: their all-gather.
+        quantizer: the one of all rows (`Quantizer.of_rows`).
+    """
+
+    rows: Operand
+    pending: Pending
+    quantizer: Quantizer
+
+    @staticmethod
+    def start(rows: Operand, quantizer: Quantizer, exchange: Exchange) -> RowsUnderWay:
+        """Starts the all-gather of `rows`."""
+        part = rows.rowwise if rows.high is None else rows.high
+        assert part is not None
+        return RowsUnderWay(rows, exchange.start_gather(part), quantizer)
+
+    def wait(self, *, rowwise: bool, columnwise: bool) -> Operand:
+        """Waits, and returns the operand of all rows."""
+        whole = self.pending.wait()
+        field = "rowwise" if self.rows.high is None else "high"
+        gathered = self.rows._replace(**{field: whole})
+        return self.quantizer.of_rows(gathered, rowwise=rowwise, columnwise=columnwise)
 
 
 def linear_forward(

@@ -17,7 +17,7 @@ up.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +32,8 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Gathered(NamedTuple):
-    """The result of a GEMM, and its first operand with all ranks' rows, in the form that was sent."""
-
-    out: Tensor
-    operand: Operand
+Gathered = tuple[Tensor, Operand]
+"""The result of a GEMM, and its first operand with all ranks' rows, in the form that was sent."""
 
 
 def gather_and_fprop(
@@ -88,7 +85,7 @@ def _gather_and_multiply(
     """Multiplies the rows of all ranks by `second`, [k, n]."""
     if rows.high is not None:
         whole, (out,) = _ops().fused_all_gather_matmul(rows.high, [second], 0, ranks.name)
-        return Gathered(out if bias is None else out.add_(bias), Operand(high=whole))
+        return out if bias is None else out.add_(bias), Operand(high=whole)
     # FP8 GEMMs with an FP32 result support no bias.
     own_bias = None if dtype == torch.float32 else bias
     whole, (out,) = _ops().fused_all_gather_scaled_matmul(
@@ -97,7 +94,7 @@ def _gather_and_multiply(
     )
     if bias is not None and own_bias is None:
         out.add_(bias)
-    return Gathered(out, rows._replace(rowwise=whole))
+    return out, rows._replace(rowwise=whole)
 
 
 def _turned(weight: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ tensor-parallel rank has 1 / tp of the sequence between layers; with tensor para
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ from flatfsdp.layers import (
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.layer_options import MatmulOptions
-from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.shared import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.config import LlamaConfig
 
@@ -105,21 +105,60 @@ class Llama(nn.Module):
         options: MatmulOptions = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
+            "device": "meta",
             "tp_group": tp_group,
             "tp_size": self.parallel.ranks.size,
             "sequence_parallel": self.parallel.sequence_parallel,
             "tp_overlap": self.parallel.overlap,
         }
-        new = _Factory(config, options)
+        # GEMMs keep the scale of their input; those that add to the residual stream start smaller.
+        inner, to_residual = (_normal((times * config.hidden) ** -0.5) for times in (1, 2 * config.layers))
         # In the order of the forward.
-        self.embedding = new.embedding() if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
+        self.embedding: Embedding | None = None
+        if layers.start == 0:
+            self.embedding = Embedding(
+                config.vocab,
+                config.hidden,
+                init_method=_normal(1.0),
+                params_dtype=params_dtype,
+                device="meta",
+                fuse_wgrad_accumulation=bool(fuse_wgrad_accumulation),
+                tp_group=tp_group,
+                tp_size=self.parallel.ranks.size,
+                sequence_parallel=self.parallel.sequence_parallel,
+            )
+        self.layers = nn.ModuleDict()
+        for number in layers:
+            self.layers[str(number)] = TransformerLayer(
+                config.hidden,
+                config.ffn,
+                config.heads,
+                config.kv_heads,
+                config.norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                init_method=inner,
+                output_layer_init_method=to_residual,
+                bias=False,
+                activation="swiglu",
+                normalization="RMSNorm",
+                fuse_qkv_params=True,
+                set_parallel_mode=True,
+                **options,
+            )
         if recipe is not None:
             # All stages have such layers, so that all raise together.
             self.require_fp8_shapes(ALIGNMENT)
-        has_head = layers.stop == config.layers
-        self.norm = new.norm() if has_head else None
-        self.head = new.head() if has_head else None
+        self.norm: RMSNorm | None = None
+        self.head: LinearCrossEntropy | None = None
+        if layers.stop == config.layers:
+            sequence_parallel = self.parallel.sequence_parallel
+            self.norm = RMSNorm(
+                config.hidden, config.norm_eps, sequence_parallel, params_dtype, device="meta"
+            )
+            self.head = LinearCrossEntropy(
+                config.hidden, config.vocab, init_method=inner, parallel_mode="column", **options
+            )
         self._names = {owner: name for name, owner in self.named_modules()}
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
@@ -157,9 +196,14 @@ class Llama(nn.Module):
         Raises:
             ValueError: if the sequence is longer than `config.seq`.
         """
-        x_sbh = inputs if self.embedding is None else self._embed(inputs, is_first_microbatch)
+        x_sbh = inputs
+        if self.embedding is not None:
+            if inputs.shape[1] > self.config.seq:
+                raise ValueError(f"a sequence of {inputs.shape[1]} tokens is longer than {self.config.seq}")
+            x_sbh = self.embedding(inputs.t(), is_first_microbatch)
         rope = self.rotary(self.config.seq, x_sbh.device)
-        with self._region():
+        is_fp8 = self.recipe is not None
+        with autocast(recipe=self.recipe, amax_reduction_group=self.amax_group) if is_fp8 else nullcontext():
             for layer in self.layers.values():
                 x_sbh = layer(x_sbh, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rope)
         if self.norm is None or self.head is None:
@@ -180,87 +224,6 @@ class Llama(nn.Module):
             tp_group=self.parallel.ranks.group,
             # A schedule finds out shapes with leaves, which must not be overwritten.
             inplace_backward=not logits_sbv.is_leaf,
-        )
-
-    def _embed(self, tokens_bs: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        assert self.embedding is not None
-        if tokens_bs.shape[1] > self.config.seq:
-            raise ValueError(
-                f"a sequence of {tokens_bs.shape[1]} tokens does not fit the model's {self.config.seq}"
-            )
-        x_sbh: Tensor = self.embedding(tokens_bs.t(), is_first_microbatch)
-        return x_sbh
-
-    def _region(self) -> AbstractContextManager[None]:
-        if self.recipe is None:
-            return nullcontext()
-        return autocast(recipe=self.recipe, amax_reduction_group=self.amax_group)
-
-
-class _Factory:
-    """Makes the parts of a model on the meta device.
-
-    Args:
-        config: sizes of the model.
-        options: options of all of its layers.
-    """
-
-    def __init__(self, config: LlamaConfig, options: MatmulOptions) -> None:
-        self._config = config
-        self._options: MatmulOptions = {**options, "device": "meta"}
-        # GEMMs keep the scale of their input; those that add to the residual stream start smaller.
-        self._inner = _normal(config.hidden**-0.5)
-        self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
-
-    def embedding(self) -> Embedding:
-        options = self._options
-        return Embedding(
-            self._config.vocab,
-            self._config.hidden,
-            init_method=_normal(1.0),
-            params_dtype=options["params_dtype"],
-            device=options["device"],
-            fuse_wgrad_accumulation=bool(options["fuse_wgrad_accumulation"]),
-            tp_group=options["tp_group"],
-            tp_size=options["tp_size"],
-            sequence_parallel=options["sequence_parallel"],
-        )
-
-    def layer(self, number: int) -> TransformerLayer:
-        config = self._config
-        return TransformerLayer(
-            config.hidden,
-            config.ffn,
-            config.heads,
-            config.kv_heads,
-            config.norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            init_method=self._inner,
-            output_layer_init_method=self._to_residual,
-            layer_number=number + 1,
-            bias=False,
-            activation="swiglu",
-            normalization="RMSNorm",
-            fuse_qkv_params=True,
-            set_parallel_mode=True,
-            **self._options,
-        )
-
-    def norm(self) -> RMSNorm:
-        options = self._options
-        return RMSNorm(
-            self._config.hidden,
-            self._config.norm_eps,
-            options["sequence_parallel"],
-            options["params_dtype"],
-            device=options["device"],
-        )
-
-    def head(self) -> LinearCrossEntropy:
-        config = self._config
-        return LinearCrossEntropy(
-            config.hidden, config.vocab, init_method=self._inner, parallel_mode="column", **self._options
         )
 
 

@@ -126,25 +126,19 @@ class LlamaPipeline:
         **fsdp_options: Any,
     ) -> None:
         precision = Precision() if precision is None else precision
-        _check_same(
-            config,
-            mesh,
-            schedule=schedule,
-            microbatches=microbatches,
-            batch=batch,
-            stages_per_rank=stages_per_rank,
-            precision=precision,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            recipe=recipe,
-            cache_fp8_weights=cache_fp8_weights,
-            seed=seed,
-            replay=replay,
-            timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT),
-        )
+        # All arguments but those in which stages may differ, so that none is forgotten.
+        arguments = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "config", "mesh", "device", "fsdp_options")
+        }
+        _check_same(config, mesh, **arguments, timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT))
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
-        _check_fp8_weights(precision, recipe)
+        has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
+        if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
+            raise ValueError(
+                f"recipe is {recipe}; Precision(fp8_weights=...) needs a CurrentScaling or DelayedScaling"
+            )
         if replay:
             _check_replay(mesh, cache_fp8_weights)
         self.config = config
@@ -265,16 +259,12 @@ class LlamaPipeline:
         """Checks the batches before any rank sends anything."""
         if len(batches) != self.microbatches:
             raise ValueError(
-                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}: pass one "
-                f"for each microbatch, or build the pipeline with microbatches={len(batches)}"
+                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches} microbatches"
             )
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
             if tensor.shape != shape:
-                raise ValueError(
-                    f"a batch has shape {tuple(tensor.shape)}; tokens and targets must be {shape}, the batch "
-                    "and seq that the pipeline was made for"
-                )
+                raise ValueError(f"a batch is {tuple(tensor.shape)}; the pipeline was made for {shape}")
 
     def _run(
         self, run: Callable[..., Any], batches: Sequence[tuple[Tensor, Tensor]], losses: list[Tensor]
@@ -315,13 +305,10 @@ def _check_tokens(
             raise ValueError(f"{name} is {count}; it must be positive")
     if config.seq % sequence_ranks:
         raise ValueError(
-            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally; choose "
-            "a multiple, or leave sequence_parallel out"
+            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally"
         )
     if recipe is not None and batch * config.seq % ALIGNMENT:
-        raise ValueError(
-            f"{batch} x {config.seq} tokens are in a microbatch; FP8 GEMMs need a multiple of {ALIGNMENT}"
-        )
+        raise ValueError(f"{batch} x {config.seq} tokens in a microbatch: FP8 needs multiples of {ALIGNMENT}")
 
 
 def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
@@ -332,30 +319,13 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
     """
     if mesh.pp_size > 1:
         raise ValueError(
-            f"replay is True and there are {mesh.pp_size} pipeline ranks, whose schedule runs on the host; "
-            "leave one of the two out"
+            f"replay with {mesh.pp_size} pipeline ranks, whose schedule runs on the host: leave one out"
         )
     if mesh.tp_size > 1:
         raise ValueError(
-            f"replay is True and {mesh.tp_size} tensor-parallel ranks share each layer, which cannot be "
-            "recorded yet; leave one of the two out"
+            f"replay with {mesh.tp_size} tensor-parallel ranks, which cannot be recorded yet: leave one out"
         )
     if cache_fp8_weights:
         raise ValueError(
-            "replay is True and cache_fp8_weights, too: a cached weight has no address of its own; store "
-            "weights in FP8 by Precision(fp8_weights=...), or cast them in every microbatch"
-        )
-
-
-def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
-    """Checks that GEMMs can read the weights as they are stored.
-
-    Raises:
-        ValueError: if weights are stored in FP8 with one scale, and the recipe is of another kind.
-    """
-    has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
-    if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
-        raise ValueError(
-            f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
-            "DelayedScaling"
+            "replay and cache_fp8_weights exclude each other; store weights by Precision(fp8_weights=...)"
         )

@@ -2,7 +2,7 @@
 
 In:   nothing (the running Python's standard library), or a path to any file or folder.
 Out:  a `Corpus` (uint8), and a `Sampler` that cuts (tokens, targets) batches from it.
-Next: `training/settings.py` draws one batch for each step, microbatch and rank.
+Next: `training/jobs.py` draws one batch for each step, microbatch and rank.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ class Sampler:
         size = len(self.corpus.bytes_n)
         if size < self.seq + 1:
             raise DataError(
-                f"{self.corpus.source} holds {size} bytes; a sequence of {self.seq} needs at least "
-                f"{self.seq + 1}: choose a longer --data or a smaller --seq"
+                f"{self.corpus.source} holds {size} bytes, not {self.seq + 1}; choose another --data or --seq"
             )
 
     def sample(self, step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:

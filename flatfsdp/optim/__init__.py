@@ -6,7 +6,7 @@ that is gathered next.
 
 from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.optim.adamw import AdamW
+from flatfsdp.optim.clip import NonFinite, NonFiniteGradientError
 from flatfsdp.optim.sgd import SGD
-from flatfsdp.optim.verdict import NonFinite, NonFiniteGradientError
 
 __all__ = ["SGD", "AdamW", "FlatShard", "NonFinite", "NonFiniteGradientError"]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
+from flatfsdp.optim.clip import NonFinite
 from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey, wide_of
 from flatfsdp.optim.joined import STEP, Due, step_count
-from flatfsdp.optim.verdict import NonFinite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -77,10 +77,7 @@ class AdamW(FusedOptimizer):
         nonfinite: NonFinite = "raise",
     ) -> None:
         if moment_dtype is not None and moment_dtype not in MOMENT_DTYPES:
-            raise ValueError(
-                f"moment_dtype is {moment_dtype!r}; it must be torch.float32, torch.bfloat16, or None for "
-                "that of the parameter"
-            )
+            raise ValueError(f"moment_dtype is {moment_dtype!r}, not torch.float32, torch.bfloat16 or None")
         self.moment_dtype = moment_dtype
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, max_grad_norm, pp_group, nonfinite)
@@ -99,9 +96,7 @@ class AdamW(FusedOptimizer):
             )
         for name in ("amsgrad", "maximize"):
             if group.get(name):
-                raise ValueError(
-                    f"a parameter group has {name}={group[name]!r}, which this AdamW does not support"
-                )
+                raise ValueError(f"a parameter group has {name}={group[name]!r}; AdamW does not support it")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "moment_dtype": self.moment_dtype}
@@ -122,10 +117,10 @@ class AdamW(FusedOptimizer):
         return True
 
     def _formula(self, due: Due) -> Formula:
-        state, group = due.updated.state(self.state), due.group
+        state, group = due.updated.state(self.state), due.updated.group
         for name in MOMENTS:
             if name not in state:
-                state[name] = torch.zeros_like(due.parameter, dtype=self.moment_dtype)
+                state[name] = torch.zeros_like(due.updated.parameter, dtype=self.moment_dtype)
         beta1, beta2 = map(float, group["betas"])
         numbers = Numbers.of(float(group["lr"]), (beta1, beta2), group["weight_decay"])
         return Formula([state[name] for name in MOMENTS], numbers)
@@ -134,11 +129,15 @@ class AdamW(FusedOptimizer):
         # One launch for all counts of a kind, instead of several for each.
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, (due, _) in enumerate(counted):
-            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append(index)
+            by_kind.setdefault((due.updated.parameter.device, due.updated.parameter.dtype), []).append(index)
         found: dict[int, Tensor] = {}
         for (_, dtype), indices in by_kind.items():
             steps = [counted[index][1] for index in indices]
-            options = [_corrected(counted[index][0].group) for index in indices]
+            groups = [counted[index][0].updated.group for index in indices]
+            options = [
+                Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))
+                for group in groups
+            ]
             found.update(zip(indices, bias_corrected(steps, options, wide_of(dtype)), strict=True))
         return [found[index] for index in range(len(counted))]
 
@@ -146,7 +145,3 @@ class AdamW(FusedOptimizer):
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
     ) -> None:
         adamw(runs, grad_scale=grad_scale, taken=taken, dtype=kind.rounding)
-
-
-def _corrected(group: dict[str, Any]) -> Corrected:
-    return Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))

@@ -6,7 +6,7 @@ Next: the engine gathers the compute shard as it is.
 
     norm of all gradients -> scale, and verdict -> kernel: gradient, states, parameter, copy, amax
 
-All of it runs on the device.  The host does not know whether a step is taken (`verdict.py`), so quantities
+All of it runs on the device.  The host does not know whether a step is taken (`clip.py`), so quantities
 that depend on the number of steps, such as a bias correction, are computed on the device, too.
 """
 
@@ -28,9 +28,8 @@ from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.clip import clip_coefficient, pipeline_of
+from flatfsdp.optim.clip import Awaited, NonFinite, Verdict, clip_coefficient, judge, pipeline_of
 from flatfsdp.optim.joined import STEP, Due, DuePiece, Joined, Updated, updated
-from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
 class LaunchKey(NamedTuple):
@@ -180,8 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                    f"{type(self).__name__} updates floating-point parameters"
+                    f"{type(self).__name__} updates floating-point parameters, not {parameter.dtype}"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -234,11 +232,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         # This checks all gradients, before the first collective and before the first write.
-        due = self._due()
+        due = [one for each in self._updated() if (one := each.due()) is not None]
         coefficient, taken = self._decide(due)
         # Counts first, as in the states of PyTorch's optimizers.
         counts = [
-            one.updated.counts(self.state, one.pieces) if self._counts(one.group) else None for one in due
+            one.updated.counts(self.state, one.pieces) if self._counts(one.updated.group) else None
+            for one in due
         ]
         formulas = [self._formula(one) for one in due]
         # Before counts and states are written: from here on, views have the same tensors as the run.
@@ -258,11 +257,11 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             grad_scale = None if coefficient is None else coefficient.to(kind.device, wide)
             self._update(of_kind, kind, grad_scale, None if taken is None else taken.to(kind.device))
         # The kernel bypasses the dispatcher, which would count these writes.
-        torch.autograd.graph.increment_version([one.parameter for one in due])
+        torch.autograd.graph.increment_version([one.updated.parameter for one in due])
         # After the versions: a shard remembers the version that its copy was made of.
         for one in due:
-            if one.shard is not None:
-                one.shard.cast_done()
+            if one.updated.shard is not None:
+                one.updated.shard.cast_done()
         return loss
 
     def raise_if_nonfinite(self) -> None:
@@ -326,21 +325,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             plan = self._plan = _Plan(groups, updated(self.param_groups, self.state))
         return plan.updated
 
-    def _due(self) -> list[Due]:
-        return [due for each in self._updated() if (due := each.due()) is not None]
-
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
         """Shards of all parameters, in the same order on all ranks, whichever portion comes first.
 
         Parameter groups list views module by module; norms add them up unit by unit, as for flat parameters.
         """
         updated = list(updated)
-        of_group = {id(group): index for index, group in enumerate(self.param_groups)}
-        of_model = {model: index for index, model in enumerate(dict.fromkeys(each.model for each in updated))}
-        in_order = sorted(
-            updated, key=lambda each: (of_group[id(each.group)], of_model[each.model], each.number)
-        )
-        shards = [each.shard for each in in_order if each.shard is not None]
+        groups = [id(group) for group in self.param_groups]
+        models = list(dict.fromkeys(each.place[0] for each in updated))
+
+        def place(each: Updated) -> tuple[int, int, int]:
+            model, number = each.place
+            return groups.index(id(each.group)), models.index(model), number
+
+        shards = [each.shard for each in sorted(updated, key=place) if each.shard is not None]
         # A norm runs one collective for each group of partners, in the order in which they appear here.  The
         # name of a group is the same on all its ranks; which parameter comes first need not be.
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
@@ -387,8 +385,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return coefficient, taken
 
     def _judge(self, due: Sequence[Due], shards: Sequence[FlatShard]) -> Verdict:
-        grads = {one.shard: one.grads for one in due if one.shard is not None}
-        alone = [grad for one in due if one.shard is None for grad in one.grads]
+        grads = {one.updated.shard: one.grads for one in due if one.updated.shard is not None}
+        alone = [grad for one in due if one.updated.shard is None for grad in one.grads]
         clips = self.max_grad_norm is not None
         # All trained parameters, because ranks may have gradients of different ones.
         ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
@@ -435,7 +433,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self, due: Due, formula: Formula, on_device: Sequence[Tensor | None]
     ) -> tuple[LaunchKey, list[Run]]:
         states, numbers, variant = formula
-        values, shard = due.parameter.detach(), due.shard
+        values, shard = due.updated.parameter.detach(), due.updated.shard
         grad = due.grads[0]
         # Kernels index all tensors of a run alike.  A parameter that is not contiguous takes the way of plain
         # PyTorch, which reads any strides.

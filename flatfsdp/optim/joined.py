@@ -64,21 +64,6 @@ class Due(NamedTuple):
     grads: Sequence[Tensor]
     pieces: Sequence[DuePiece]
 
-    @property
-    def parameter(self) -> Tensor:
-        """The tensor that is updated."""
-        return self.updated.parameter
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The parameter group with its options."""
-        return self.updated.group
-
-    @property
-    def shard(self) -> FlatShard | None:
-        """The flat shard of the parameter; None for an ordinary one."""
-        return self.updated.shard
-
 
 class Updated:
     """Unit of update: here a single parameter.
@@ -95,14 +80,9 @@ class Updated:
         self.shard = shard
 
     @property
-    def model(self) -> object:
-        """Identity of the model, if these are views of its shard; None for anything else."""
-        return None
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model if there are views of it; 0 for anything else."""
-        return 0
+    def place(self) -> tuple[object, int]:
+        """Identity of the model and the shard's number in it, if these are views of a shard of one."""
+        return None, 0
 
     def due(self) -> Due | None:
         """The gradient and the piece that a step updates now; None without a gradient."""
@@ -162,14 +142,9 @@ class Joined(Updated):
         return [view for view, _, _ in self._views.values()]
 
     @property
-    def model(self) -> object:
-        """The same object for all shards of a model."""
-        return self._viewed.model
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model."""
-        return self._viewed.number
+    def place(self) -> tuple[object, int]:
+        """The same object for all shards of a model, and the number of the shard in it."""
+        return self._viewed.model, self._viewed.number
 
     def due(self) -> Due | None:
         """The gradients and pieces that a step updates or copies; None if no view has a gradient."""

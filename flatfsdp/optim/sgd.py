@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
+from flatfsdp.optim.clip import NonFinite
 from flatfsdp.optim.fused import Formula, FusedOptimizer, LaunchKey
 from flatfsdp.optim.joined import STEP, Due, step_count
-from flatfsdp.optim.verdict import NonFinite
 
 BUFFER = "momentum_buffer"
 
@@ -96,13 +96,13 @@ class SGD(FusedOptimizer):
         return bool(group["momentum"] != 0)
 
     def _formula(self, due: Due) -> Formula:
-        group = due.group
+        group = due.updated.group
         lr, momentum = float(group["lr"]), group["momentum"]
         if momentum == 0:
             return Formula([], Numbers(lr, group["weight_decay"]))
         state = due.updated.state(self.state)
         if state.get(BUFFER) is None:
-            state[BUFFER] = torch.zeros_like(due.parameter)
+            state[BUFFER] = torch.zeros_like(due.updated.parameter)
         numbers = Numbers(lr, group["weight_decay"], momentum, 1 - group["dampening"])
         return Formula([state[BUFFER]], numbers, group["nesterov"])
 

@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,12 +46,14 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.whole.units import UnitModule, distinct_units, root_of, units_in
-from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
+from flatfsdp.fp8.region import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 Tensors = Tensor | tuple[Tensor, ...]
+_Earlier = tuple[nn.Parameter, Attribute[Tensor | None], Tensor]
+"""A parameter, where it has its gradient, and that gradient from before a step."""
 
 
 class FlatStage(PipelineStage):
@@ -114,10 +116,7 @@ class FlatStage(PipelineStage):
         cache_fp8_weights: bool = False,
     ) -> None:
         if (input_args is None) != (output_args is None):
-            raise ValueError(
-                f"stage {stage_index} got only one of input_args and output_args; pass both, or none to let "
-                "the first step find out"
-            )
+            raise ValueError(f"stage {stage_index} got one of input_args and output_args; pass both, or none")
         outermost = _outermost(submodule, stage_index)
         device = outermost[0].fsdp_state.shared.device if device is None else device
         if stage_index > 0:
@@ -125,29 +124,24 @@ class FlatStage(PipelineStage):
         if stage_index < num_stages - 1:
             output_args = _exchanged(output_args)
         self.ends = _described(input_args), _described(output_args)
-        super().__init__(
-            submodule,
-            stage_index,
-            num_stages,
-            device,
-            input_args=input_args,
-            output_args=output_args,
-            group=group,
-        )
+        super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
         self._check_place()
         self._roots = [_root_of_stage(wrapped, stage_index) for wrapped in outermost]
-        units = [unit for root in self._roots for unit in root.units]
-        self._groups = [each for unit in units for each in unit.groups]
-        pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
+        self._groups = [each for root in self._roots for unit in root.units for each in unit.groups]
+        self._pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
         for flat_group in self._groups:
-            flat_group.master.stages = pipeline
-        self._pipeline = pipeline
+            flat_group.master.stages = self._pipeline
         self._identity = ModelIdentity(timeout=outermost[0].fsdp_state.policy.timeout)
         self._steps = 0
-        self._stage_ranks = _stage_ranks(outermost[0], self.group)
+        others = frozenset(dist.get_process_group_ranks(self.group)) - {dist.get_rank()}
+        # Made when an FP8 region of the stage needs it.
+        make_group = cache(
+            partial(outermost[0].fsdp_state.grid.make_group, outermost[0].fsdp_state.shared.device)
+        )
+        self._stage_ranks = StageRanks(others, make_group)
         self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False
-        self._earlier: _EarlierGrads | None = None
+        self._earlier: list[_Earlier] | None = None
         self._known_schedule: weakref.ref[Schedule] | None = None
 
     def _check_place(self) -> None:
@@ -199,7 +193,11 @@ class FlatStage(PipelineStage):
         schedule = _calling_schedule()
         if schedule is not None:
             self._meet(schedule)
-            self._begin_step_together()
+            # A rank may have several stages, which begin the step together: the first one compares for all.
+            if self.stage_index < self.group_size:
+                # So that no rank skips a step, or begins one more.
+                with launch_on_host(self._pipeline, self._step, self.device):
+                    self._steps += 1
         if self._is_under_way:
             for root in self._roots:
                 root.abandon_step()
@@ -243,13 +241,6 @@ class FlatStage(PipelineStage):
                     "from the same configuration, batch and sequence"
                 )
 
-    def _begin_step_together(self) -> None:
-        """Compares the step counters of all pipeline ranks, so that none skips a step or begins one more."""
-        # A rank may have several stages, which begin the step together: the first one compares for all.
-        if self.stage_index < self.group_size:
-            with launch_on_host(self._pipeline, self._step, self.device):
-                self._steps += 1
-
     @property
     def _step(self) -> Identity:
         return Identity.counting(Action.SCHEDULE, self._steps, self._identity)
@@ -261,10 +252,7 @@ class FlatStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of one microbatch."""
         self._is_under_way = self.has_backward
-        with (
-            self._microbatch(is_first=fwd_chunk_id == 0, is_last=True),
-            inside_stage(self._stage_ranks),
-        ):
+        with self._microbatch(is_first=fwd_chunk_id == 0, is_last=True), inside_stage(self._stage_ranks):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +278,7 @@ class FlatStage(PipelineStage):
         if not full_backward:
             raise NotImplementedError(_split_message("this schedule"))
         if last_backward:
-            self._earlier = _EarlierGrads(self._groups)
+            self._earlier = _set_aside(self._groups)
         try:
             with self._microbatch(is_first=bwd_chunk_id == 0, is_last=last_backward):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -339,9 +327,11 @@ class FlatStage(PipelineStage):
         self._add_earlier()
 
     def _add_earlier(self) -> None:
+        """Adds the step's gradients to those from before it."""
         earlier, self._earlier = self._earlier, None
-        if earlier is not None:
-            earlier.put_back()
+        for parameter, place, grad in earlier or ():
+            new = reduced_grad(parameter, place)
+            place.leave(parameter, grad if new is None else grad.add_(new))
 
     # ---- shapes: how torch 2.13 finds out what stages exchange ------------------------------------------
 
@@ -387,27 +377,20 @@ class FlatStage(PipelineStage):
         return prepared
 
 
-class _EarlierGrads:
-    """Gradients from before a step, set aside so that its scaling does not reach them."""
-
-    def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self._taken: list[tuple[nn.Parameter, Attribute[Tensor | None], Tensor]] = []
-        for group in groups:
-            # So that this is not taken for a zero_grad() later.
-            group.drop_if_zeroed()
-            place = group.master.grad_attribute
-            for portion in group.master.local_shards:
-                grad = reduced_grad(portion.parameter, place)
-                if grad is not None:
-                    self._taken.append((portion.parameter, place, grad))
-                    place.leave(portion.parameter, None)
-            group.watch_unreduced()
-
-    def put_back(self) -> None:
-        """Adds the step's gradients to the earlier ones."""
-        for parameter, place, earlier in self._taken:
-            new = reduced_grad(parameter, place)
-            place.leave(parameter, earlier if new is None else earlier.add_(new))
+def _set_aside(groups: Iterable[FlatGroup]) -> list[_Earlier]:
+    """Takes away the gradients from before a step, so that its scaling does not reach them."""
+    taken: list[_Earlier] = []
+    for group in groups:
+        # So that this is not taken for a zero_grad() later.
+        group.drop_if_zeroed()
+        place = group.master.grad_attribute
+        for portion in group.master.local_shards:
+            grad = reduced_grad(portion.parameter, place)
+            if grad is not None:
+                taken.append((portion.parameter, place, grad))
+                place.leave(portion.parameter, None)
+        group.watch_unreduced()
+    return taken
 
 
 def _exchanged(like: Tensors | None) -> Tensors | None:
@@ -421,31 +404,17 @@ def _described(tensors: Tensors | None) -> str:
     return ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
 
 
-def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> StageRanks:
-    """The ranks that FP8 regions in the stage share scales with."""
-    ranks = dist.get_process_group_ranks(pipeline)
-    others = frozenset(ranks) - {dist.get_rank()}
-
-    @cache
-    def make_group() -> dist.ProcessGroup | None:
-        return wrapped.fsdp_state.grid.make_group(wrapped.fsdp_state.shared.device)
-
-    return StageRanks(others, make_group)
-
-
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     """Units in `module` that are in no other unit, each once."""
     units = list(distinct_units(module))
     if not units:
         raise ValueError(
-            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it, or "
-            "wrap it with FlatFSDP or auto_wrap, first"
+            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it first"
         )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
             raise ValueError(
-                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP, so nobody would reduce "
-                "its gradient; shard or wrap the whole stage (auto_wrap does)"
+                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP; shard the whole stage"
             )
     inner = {below for wrapped in units for _, below in units_in(wrapped) if below is not wrapped}
     return [wrapped for wrapped in units if wrapped not in inner]
@@ -456,8 +425,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state:
         raise ValueError(
-            f"stage {stage_index} is part of a larger sharded module that has been used already; shard "
-            "or wrap each stage by itself"
+            f"stage {stage_index} is part of a larger sharded module; shard each stage by itself"
         )
     return root
 

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.transparent import prefixed_modules
-from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import named_groups
-from flatfsdp.parity.loop import Trainee
-from flatfsdp.parity.trained import Trained
+from flatfsdp.parity.loop import Trained, Trainee
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
@@ -29,26 +27,14 @@ class Kept(NamedTuple):
     """A tensor that a run has left behind, on the CPU.
 
     Attributes:
-        tensor: values; 1-D for a shard.
-        parameters: the parameters that its elements belong to, in order; empty if to none.
+        tensor: values; of a parameter, those of this rank's part, 1-D.
+        shape: shape of the whole parameter; None for anything else.
+        first: index of the first value in the flattened parameter.
     """
 
     tensor: Tensor
-    parameters: tuple[Elements, ...] = ()
-
-
-class Elements(NamedTuple):
-    """Elements [start, stop) of a shard, which belong to one parameter.
-
-    Attributes:
-        first: index of the first of them in the flattened parameter.
-    """
-
-    start: int
-    stop: int
-    name: str
-    shape: tuple[int, ...]
-    first: int
+    shape: Sequence[int] | None = None
+    first: int = 0
 
 
 NamedTensors = dict[str, Kept]
@@ -56,11 +42,11 @@ NamedTensors = dict[str, Kept]
 
 @dataclass(frozen=True, eq=False)
 class GradientRecorder:
-    """`AfterBackward` that keeps a copy of this rank's reduced gradient shards of every step.
+    """`AfterBackward` that keeps a copy of this rank's reduced gradients of every step.
 
     Attributes:
         damages: whether one bit of those of the second step, or of the only one, is flipped before that.
-        gradients: copies on the CPU, taken before clipping, under names such as "step 3, <unit>".
+        gradients: copies on the CPU, taken before clipping, under names such as "step 3, <parameter>".
     """
 
     damages: bool = False
@@ -70,11 +56,10 @@ class GradientRecorder:
         """Copies the gradients of one step."""
         if self.damages and step == min(1, trainee.steps - 1):
             flip_lowest_bit(trainee.model)
-        for name, shard in _shards(trainee.model).items():
-            grads = [parameter.grad for parameter, _, _ in shard.master.local_shards]
-            if any(grad is not None for grad in grads):
-                joined = _joined(shard.master, grads)
-                self.gradients[f"step {step}, {name}"] = Kept(joined, shard.parameters)
+        for name, parameter, shape, first in _local_shards(trainee.model):
+            if parameter.grad is not None:
+                grad = parameter.grad.detach().as_subclass(Tensor).to("cpu", copy=True)
+                self.gradients[f"step {step}, {name}"] = Kept(grad, shape, first)
 
 
 def flip_lowest_bit(model: nn.Module) -> None:
@@ -87,76 +72,40 @@ def flip_lowest_bit(model: nn.Module) -> None:
 
 def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensors]:
     """All evidence of a run on one rank, on the CPU, for each of `KINDS`."""
-    shards = _shards(trained.model)
+    parameters: NamedTensors = {}
     state: NamedTensors = {}
-    for name, (master, elements) in shards.items():
-        if not elements:
-            # All padding: an optimizer has state for such a flat parameter, and none for empty parts.
-            continue
-        of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.local_shards]
-        for key in dict.fromkeys(key for each in of_portions for key in each):
-            state[f"{name}.{key}"] = Kept(_joined(master, [each.get(key) for each in of_portions]), elements)
-    parameters = {
-        name: Kept(master.flat.detach().cpu(), elements) for name, (master, elements) in shards.items()
-    }
-    buffers = {f"buffer {name}": Kept(buffer.detach().cpu()) for name, buffer in _buffers(trained.model)}
+    for name, parameter, shape, first in _local_shards(trained.model):
+        parameters[name] = Kept(parameter.detach().cpu(), shape, first)
+        for key, value in trained.optimizer.state.get(parameter, {}).items():
+            state[f"{name}.{key}"] = Kept(torch.as_tensor(value).detach().cpu(), shape, first)
+    # Buffers of the model's own, such as running statistics, under their original names.
+    for prefix, module in prefixed_modules(trained.model):
+        for name, buffer in module.named_buffers(recurse=False):
+            parameters[f"buffer {prefix}{name}"] = Kept(buffer.detach().cpu())
     return {
         "losses": {f"step {step}": Kept(losses_m) for step, losses_m in enumerate(trained.local_losses)},
         "gradients": gradients,
-        "parameters": {**parameters, **buffers},
+        "parameters": parameters,
         "optimizer state": state,
     }
 
 
-class _Shard(NamedTuple):
-    master: MasterShard
-    parameters: tuple[Elements, ...]
+class _LocalShard(NamedTuple):
+    """This rank's part of a parameter, whose first element is `first` of the flattened whole."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: Sequence[int]
+    first: int
 
 
-def _shards(model: nn.Module) -> dict[str, _Shard]:
-    """This rank's flat shards by the name of unit and group."""
-    found = {}
+def _local_shards(model: nn.Module) -> Iterator[_LocalShard]:
+    """Yields this rank's parts of all parameters, under their original names, but for empty ones."""
     for prefix, group in named_groups(model):
-        ranks = group.master.grid.shard
-        elements = tuple(
-            Elements(
-                piece.shard_offset,
-                piece.shard_offset + piece.stop - piece.start,
-                prefix + piece.slot.name,
-                tuple(piece.slot.shape),
-                piece.start,
-            )
-            for piece in group.layout.pieces(ranks.rank, ranks.size)
-        )
-        found[prefix + group.flat_name] = _Shard(group.master, elements)
-    return found
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields all buffers of the model's own, such as running statistics, under their original names."""
-    for prefix, module in prefixed_modules(model):
-        for name, buffer in module.named_buffers(recurse=False):
-            yield prefix + name, buffer
-
-
-def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor:
-    """Joins the values that an optimizer has for the portions of a shard, however cut, on the CPU.
-
-    Returns:
-        One element for each element of the shard, zero where there is none; for single numbers, such as a
-        count of steps, the distinct ones.
-    """
-    found = [
-        (torch.as_tensor(value).detach().cpu(), portion)
-        for value, portion in zip(of_portions, master.local_shards, strict=True)
-        if value is not None
-    ]
-    if all(value.dim() == 0 for value, _ in found):
-        return torch.stack([value for value, _ in found]).unique()
-    whole = torch.zeros(master.flat.numel(), dtype=found[0][0].dtype)
-    for value, (_, start, stop) in found:
-        whole[start:stop] = value
-    return whole
+        begin = group.master.grid.shard.rank * group.master.flat.numel()
+        for (parameter, _, _), slot in zip(group.master.local_shards, group.layout.slots, strict=True):
+            if parameter.numel():
+                yield _LocalShard(prefix + slot.name, parameter, slot.shape, max(begin - slot.offset, 0))
 
 
 def differences_on_all_ranks(
@@ -177,43 +126,34 @@ def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
     if off.keys() != on.keys():
         return f"only one run has {sorted(off.keys() ^ on.keys())[0]}"
     for name, kept in off.items():
-        note = _difference(kept.tensor, on[name].tensor, kept.parameters)
+        note = _difference(kept, on[name].tensor)
         if note is not None:
             return f"{name}: {note}"
     return None
 
 
-def _difference(off: Tensor, on: Tensor, parameters: Sequence[Elements]) -> str | None:
+def _difference(kept: Kept, on: Tensor) -> str | None:
     """Describes the difference of two tensors; None if their bits are equal.
 
     Args:
-        off: tensor of the run with the switch off.
+        kept: tensor of the run with the switch off.
         on: tensor of the run with the switch on.
-        parameters: parameters that the elements belong to.
     """
+    off = kept.tensor
     if off.shape != on.shape or off.dtype != on.dtype:
         return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
     # A NaN counts as a difference: two broken runs prove nothing about each other.
     if bool(off.isnan().any()) or bool(on.isnan().any()):
         return f"{int(off.isnan().sum())} NaN with the switch off, {int(on.isnan().sum())} with it on"
-    if torch.equal(_bits(off), _bits(on)):
-        return None
     differs = _bits(off) != _bits(on)
+    if not bool(differs.any()):
+        return None
     first = int(differs.int().argmax())
+    place = ""
+    if kept.shape and off.dim():
+        place = f"{[int(i) for i in torch.unravel_index(torch.tensor(kept.first + first), kept.shape)]}: "
     values = f"{off.flatten()[first].item()!r} and {on.flatten()[first].item()!r}"
-    return f"{int(differs.sum())} of {off.numel()} elements, the first {_place(first, parameters)}{values}"
-
-
-def _place(element: int, parameters: Sequence[Elements]) -> str:
-    """Names the parameter, and the index in it, of an element of a shard."""
-    for each in parameters:
-        if each.start <= element < each.stop:
-            rest, indices = each.first + element - each.start, []
-            for size in reversed(each.shape):
-                rest, index = divmod(rest, size)
-                indices.append(index)
-            return f"{each.name}[{', '.join(map(str, reversed(indices)))}]: "
-    return ""
+    return f"{int(differs.sum())} of {off.numel()} elements, the first {place}{values}"
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,6 +7,7 @@ Next: `evidence.py` compares what two of them leave behind.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,52 @@ from torch import Tensor, nn
 from flatfsdp.comm.launch import Rank
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.parity.switches import Sharding
-from flatfsdp.parity.trained import RunSummary, Trained
+
+LOCAL_COPIES = ("cast", "concat", "accumulate")
+"""The ledger's counters of bytes that move within one rank's memory; other counters are of traffic."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of one run, as seen by rank 0.
+
+    Attributes:
+        losses: loss of each step, averaged over ranks and microbatches; exact FP32 values.
+        grad_norms: norm of the whole reduced gradient of each step, before clipping.
+        final_loss_hex: the last loss as `float.hex`, which shows every bit.
+        ms: median wall time of a step in milliseconds, without data loading and the `after_backward` hook.
+        bytes_per_parameter: the byte ledger of the last step, by kind of traffic.
+        local_bytes: sum of those bytes that are copies within a rank.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    final_loss_hex: str
+    ms: float
+    bytes_per_parameter: dict[str, float]
+    local_bytes: float
+
+    @property
+    def falling(self) -> bool:
+        """Whether the last quarter of the steps has a lower mean loss than the first one."""
+        quarter = max(1, len(self.losses) // 4)
+        return sum(self.losses[-quarter:]) < sum(self.losses[:quarter])
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A finished run.
+
+    Attributes:
+        local_losses: losses of this rank alone, FP32 [steps, microbatches], on the CPU.
+        model: the model, whose parameters are this rank's flat shards.
+    """
+
+    summary: RunSummary
+    local_losses: Tensor
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
 
 OnStep = Callable[[float, float], None]
 """Callback with the loss and the milliseconds of a step, after every step."""
@@ -95,8 +141,7 @@ def train(
         of_step = [_moved(batch, rank.device) for batch in islice(batches, count)]
         if len(of_step) < count:
             raise ValueError(
-                f"batches ended in step {step} on rank {rank.index}; {trainee.steps} steps of {count} "
-                f"microbatches need {trainee.steps * count} of them"
+                f"batches ended in step {step} on rank {rank.index}; there must be {trainee.steps * count}"
             )
         of_step = trainee.before_step(step, of_step)
         for ledger in ledgers:
@@ -118,8 +163,11 @@ def train(
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = max(sum(ledger.parameters for ledger in ledgers), 1)
     moved = {kind: sum(ledger.bytes[kind] for ledger in ledgers) / parameters for kind in kinds}
+    # The first step allocates and records the order of the units.
+    ms = statistics.median(times[1:] or times)
+    copied = sum(moved.get(name, 0.0) for name in LOCAL_COPIES)
     return Trained(
-        RunSummary.of(losses, norms, times, moved),
+        RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied),
         torch.stack(local_losses),
         trainee.model,
         trainee.optimizer,

@@ -28,10 +28,9 @@ from flatfsdp.parity.evidence import (
     differences_on_all_ranks,
     evidence,
 )
-from flatfsdp.parity.loop import MakeTrainee, OnStep, ignore, train
+from flatfsdp.parity.loop import MakeTrainee, OnStep, RunSummary, ignore, train
 from flatfsdp.parity.switches import Sharding, Switch
-from flatfsdp.parity.trained import RunSummary
-from flatfsdp.profiling.figures import to_json
+from flatfsdp.profiling import to_json
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 from torch.distributed import destroy_process_group
 from flatfsdp import FlatFSDP, microbatches, replayed
-from flatfsdp.comm.gpus import take_gpu
+from flatfsdp.comm.launch import take_gpu
 take_gpu(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
 torch.manual_seed(0)

@@ -39,8 +39,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from flatfsdp.comm.gpus import take_gpu
-from flatfsdp.comm.launch import fork_server
+from flatfsdp.comm.launch import fork_server, take_gpu
 
 _POOLS: dict[tuple[int, str], Pool] = {}
 _CACHED: list[Any] = []

@@ -37,60 +37,45 @@ FIRST_STEP = 5
 
 
 class Action(IntEnum):
-    """Why the engine launches a collective."""
+    """Why the engine launches a collective.
 
-    FORWARD = 1
-    EVALUATION = 2
-    BACKWARD = 3
-    REDUCE_EARLY = 4
-    REDUCE = 5
-    REDUCE_REPLICAS = 6
-    REDUCE_PARTIAL = 7
-    SCALE = 8
-    SHOW = 9
-    STORE = 10
-    NORM = 11
-    BUILD = 12
-    MICROBATCH = 13
-    REPLAY = 14
-    SAVE = 15
-    OBJECTS = 16
-    EXCHANGE = 17
-    AMAX = 18
-    SCHEDULE = 19
-    INPUTS = 20
-    LOAD = 21
-    AVERAGE = 22
-    USED = 23
-    VALUES = 24
+    Attributes:
+        words: the same in words.
+    """
 
+    words: str
 
-_WORDS = {
-    Action.FORWARD: "gathers {unit} for a forward",
-    Action.EVALUATION: "gathers {unit} for a forward without gradients",
-    Action.BACKWARD: "gathers {unit} for a backward",
-    Action.REDUCE_EARLY: "reduces the gradients of {unit} before the last microbatch",
-    Action.REDUCE: "reduces the gradients of {unit}",
-    Action.REDUCE_REPLICAS: "reduces the gradients of {unit} over replicas",
-    Action.REDUCE_PARTIAL: "adds up the gradients of {unit} over tensor-parallel ranks",
-    Action.USED: "compares which parameters the step has used",
-    Action.SCALE: "scales FP8 weights",
-    Action.SHOW: "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)",
-    Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",
-    Action.AVERAGE: "changes between the weights of {unit} and their average (EMA.averaged)",
-    Action.NORM: "takes the norm of the gradients",
-    Action.BUILD: "compares what it has built",
-    Action.VALUES: "compares the values that it begins with",
-    Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
-    Action.REPLAY: "replays a recorded microbatch",
-    Action.SAVE: "saves a checkpoint",
-    Action.LOAD: "loads a checkpoint",
-    Action.OBJECTS: "exchanges Python objects (for a checkpoint, or whole state)",
-    Action.EXCHANGE: "exchanges {elements} elements between the ranks that share a layer",
-    Action.AMAX: "takes the largest amax of {elements} FP8 tensors",
-    Action.INPUTS: "takes inputs of {elements} elements for a forward of layers that ranks share",
-    Action.SCHEDULE: "runs step {elements} of a pipeline's schedule",
-}
+    def __new__(cls, number: int, words: str = "") -> Action:
+        """Makes a member whose value is its number."""
+        member = int.__new__(cls, number)
+        member._value_, member.words = number, words
+        return member
+
+    FORWARD = 1, "gathers {unit} for a forward"
+    EVALUATION = 2, "gathers {unit} for a forward without gradients"
+    BACKWARD = 3, "gathers {unit} for a backward"
+    REDUCE_EARLY = 4, "reduces the gradients of {unit} before the last microbatch"
+    REDUCE = 5, "reduces the gradients of {unit}"
+    REDUCE_REPLICAS = 6, "reduces the gradients of {unit} over replicas"
+    REDUCE_PARTIAL = 7, "adds up the gradients of {unit} over tensor-parallel ranks"
+    SCALE = 8, "scales FP8 weights"
+    SHOW = 9, "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)"
+    STORE = 10, "takes over whole tensors of {unit} (summon_full_params, a checkpoint)"
+    NORM = 11, "takes the norm of the gradients"
+    BUILD = 12, "compares what it has built"
+    MICROBATCH = 13, "runs a microbatch of a replayed model eagerly"
+    REPLAY = 14, "replays a recorded microbatch"
+    SAVE = 15, "saves a checkpoint"
+    OBJECTS = 16, "exchanges Python objects (for a checkpoint, or whole state)"
+    EXCHANGE = 17, "exchanges {elements} elements between the ranks that share a layer"
+    AMAX = 18, "takes the largest amax of {elements} FP8 tensors"
+    SCHEDULE = 19, "runs step {elements} of a pipeline's schedule"
+    INPUTS = 20, "takes inputs of {elements} elements for a forward of layers that ranks share"
+    LOAD = 21, "loads a checkpoint"
+    AVERAGE = 22, "changes between the weights of {unit} and their average (EMA.averaged)"
+    USED = 23, "compares which parameters the step has used"
+    VALUES = 24, "compares the values that it begins with"
+
 
 OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 """Actions of layers, which do not know their model."""
@@ -247,5 +232,5 @@ def described(number: int, model: ModelIdentity) -> str:
         return "does something of another size"
     names = model.units if model_number == model.number % _MODELS else ()
     name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
-    words = _WORDS[Action(action)].format(unit=name, elements=unit * _STEPS + step)
+    words = Action(action).words.format(unit=name, elements=unit * _STEPS + step)
     return words if action in _BETWEEN_STEPS else f"{words} (step {step}, microbatch {microbatch})"

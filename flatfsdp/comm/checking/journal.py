@@ -8,7 +8,7 @@ Without it, nothing notices that two collectives of equal size have met: ranks t
 different orders would train with a mix of two layers.
 
     gloo   the numbers travel first, and the host compares them before the payload starts; it waits for other
-           ranks as long as `Identity.limit` says, and `absence.py` finds out which ranks did not come
+           ranks as long as `Identity.limit` says, and `reports.py` finds out which ranks did not come
     NCCL   the numbers travel in the same launch, straight into pinned CPU memory; the host looks there
            whenever it is in the engine anyway, so nothing waits for the device
 
@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -33,11 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from flatfsdp.comm.checking.abort import abort
-from flatfsdp.comm.checking.absence import why_in_vain
 from flatfsdp.comm.checking.identity import OF_LAYERS, Difference, Identity, ModelIdentity, compared, is_whole
-from flatfsdp.comm.checking.launches import Launches, UnderWay
-from flatfsdp.comm.checking.pinned import on_gpu
+from flatfsdp.comm.checking.reports import Launches, UnderWay, why_in_vain
 from flatfsdp.comm.checking.watch import announce, watch
 from flatfsdp.comm.collectives import all_gather_numbers, one_launch, uses_nccl
 from flatfsdp.comm.device import indexed, on_device
@@ -50,6 +48,9 @@ ROWS = 1024
 SETTLING = 1.0
 """Seconds within which a number that has begun to arrive is whole.  Other processes on a GPU may take their
 turn while half of one is written; after this time it counts as bytes of a payload."""
+
+ABORT_SECONDS = 10.0
+"""Seconds that the main thread waits for NCCL to end running collectives."""
 
 ALARM_LASTS = timedelta(seconds=10)
 """Seconds during which a rank that stops tries, in the background, to tell others why."""
@@ -182,7 +183,8 @@ class HostJournal:
         with self._waiting(identity, self._ranks):
             all_gather_numbers(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
-        difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
+        alarm = next((Difference(*row[1:]) for row in rows if row[0] == self._ALARM), None)
+        difference = alarm or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
             # Ranks of other groups may be about to wait for this one.  Their next launch with it gets the
             # alarm as its answer.
@@ -244,10 +246,6 @@ class HostJournal:
         # Kept until they are sent: gloo reads and writes the tensors in the background.
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
         self._alarms.append((work, everyones, own))
-
-
-def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
-    return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
 
 
 class DeviceJournal:
@@ -381,3 +379,51 @@ _TOO_LATE = (
     "What was computed since then is wrong, and the process groups were aborted; start again from the last "
     "checkpoint."
 )
+
+
+def abort(communicators: Iterable[Ranks], device: torch.device) -> None:
+    """Aborts the running NCCL collectives over these ranks; their process groups are unusable afterwards.
+
+    Aborts all communicators at once: NCCL frees memory, and CUDA then waits for all kernels, including those
+    of other communicators.
+    """
+    aborts = [ranks.group._get_backend(device).abort for ranks in communicators if ranks.group is not None]
+    threads = [threading.Thread(target=each, daemon=True) for each in aborts]
+    for thread in threads:
+        thread.start()
+    # One deadline for all, because this rank has an error to raise, and NCCL may never return.
+    deadline = time.monotonic() + ABORT_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
+    """Maps pinned CPU memory, int64 and contiguous, to a tensor on `device` without a copy.
+
+    NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
+
+    Raises:
+        RuntimeError: if the device cannot address the memory.
+    """
+    alias = torch.as_tensor(_CudaArray(pinned), device=device)
+    if alias.data_ptr() != pinned.data_ptr():
+        raise RuntimeError(
+            f"pinned CPU memory is not addressable on {device}, where collectives say what they are for; "
+            "pass debug=Debug(check_collectives=False)"
+        )
+    return alias
+
+
+class _CudaArray:
+    """Object with Numba's array interface, from which PyTorch makes a tensor; the driver tells the device."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        # Kept, as the tensor that PyTorch makes from this object holds the object, and not the memory.
+        self._pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i8",
+            "data": (pinned.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }

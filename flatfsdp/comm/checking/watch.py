@@ -7,7 +7,7 @@ Four situations need it.  (1) A rank sees a difference and raises, and another r
 collectives that the first one will never launch: that rank's journal knows why, but its host cannot look.
 (2) In a grid of ranks, one row waits for another row that has stopped: it learns so from the store of the
 process group.  (3) Collectives over two communicators block each other, so that no number arrives
-(`launches.py`).  (4) A rank does not come at all.  The store is asked only when a launch does not end.
+(`reports.py`).  (4) A rank does not come at all.  The store is asked only when a launch does not end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
-from flatfsdp.comm.checking.launches import Launches, UnderWay
+from flatfsdp.comm.checking.reports import Launches, UnderWay
 from flatfsdp.torch_private import default_store
 
 logger = logging.getLogger(__name__)

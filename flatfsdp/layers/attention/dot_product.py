@@ -28,8 +28,6 @@ from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.shared import Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
-_FORMATS = ("sbhd", "bshd")
-
 
 class DotProductAttention(WithoutExtraState, Shared):
     """Scaled dot-product attention, softmax(scale * q k^T) v, with Transformer Engine's arguments.
@@ -47,7 +45,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.  Needs a
             boolean mask [queries, keys]; each module keeps its own.
         softmax_scale: default: 1 / sqrt(kv_channels).
-        layer_number: a label only.
         tp_group: tensor-parallel ranks that share the heads; the head counts above are totals over the group.
         tp_size: size of the group; may be left out.
         sequence_parallel: has no effect here: each rank attends with some heads over the whole sequence.
@@ -74,7 +71,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         window_size: Window | None = None,
         *,
         softmax_scale: float | None = None,
-        layer_number: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
@@ -88,7 +84,7 @@ class DotProductAttention(WithoutExtraState, Shared):
             raise ValueError(
                 f"num_gqa_groups is {groups}; it must divide num_attention_heads, {num_attention_heads}"
             )
-        if qkv_format not in _FORMATS:
+        if qkv_format not in ("sbhd", "bshd"):
             raise ValueError(f"qkv_format is {qkv_format!r}; it must be 'sbhd' or 'bshd'")
         if not 0 <= attention_dropout < 1:
             raise ValueError(f"attention_dropout is {attention_dropout}; it must be 0 <= p < 1")
@@ -101,7 +97,6 @@ class DotProductAttention(WithoutExtraState, Shared):
         self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.softmax_scale = softmax_scale
-        self.layer_number = layer_number
         self._windows = WindowMasks()
         self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
 
@@ -145,7 +140,9 @@ class DotProductAttention(WithoutExtraState, Shared):
                 out = checkpoint(self._attend, query, key, value, mask, window, use_reentrant=False)
             else:
                 out = self._attend(query, key, value, mask, window)
-        return self._heads_last(out)
+        # As the inputs, with the heads of a token side by side.
+        out = out.permute(2, 0, 1, 3) if self.qkv_format == "sbhd" else out.transpose(1, 2)
+        return out.flatten(2)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: Window
@@ -167,24 +164,17 @@ class DotProductAttention(WithoutExtraState, Shared):
     ) -> Tensor | None:
         """The mask of visible keys, or None where the backends need none."""
         batch, heads, queries, keys = (*query.shape[:3], key.shape[2])
-        if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = self._own_heads(attention_mask)
+        ranks, every = self._parallel.ranks, (self._parallel.ranks.size * heads,)
+        if attention_mask is not None and ranks.size > 1 and attention_mask.shape[1:-2] == every:
+            # It has four dimensions, and the heads of all ranks.
+            attention_mask = attention_mask.chunk(ranks.size, 1)[ranks.rank]
         mask = visible_keys(attention_mask, mask_type, (batch, heads, queries, keys))
         if window == UNLIMITED or (mask is None and window == CAUSAL):
             return mask
         if window != CAUSAL and queries != keys:
-            raise ValueError(
-                f"window_size={window} with {queries} queries and {keys} keys: a window needs as many of both"
-            )
+            raise ValueError(f"window_size={window} needs as many queries as keys, not {queries} and {keys}")
         seen = self._windows.get(queries, keys, window, query.device)
         return seen if mask is None else mask & seen
-
-    def _own_heads(self, mask: Tensor) -> Tensor:
-        """This rank's heads of a mask of all ranks' heads; other masks are returned unchanged."""
-        ranks = self._parallel.ranks
-        if ranks.size == 1 or mask.shape[1] != ranks.size * self.num_attention_heads:
-            return mask
-        return mask.chunk(ranks.size, 1)[ranks.rank]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         counts = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
@@ -198,10 +188,6 @@ class DotProductAttention(WithoutExtraState, Shared):
     def _heads_first(self, x: Tensor) -> Tensor:
         """A [batch, heads, seq, head_dim] view."""
         return x.permute(1, 2, 0, 3) if self.qkv_format == "sbhd" else x.transpose(1, 2)
-
-    def _heads_last(self, x: Tensor) -> Tensor:
-        x = x.permute(2, 0, 1, 3) if self.qkv_format == "sbhd" else x.transpose(1, 2)
-        return x.flatten(2)
 
     def extra_repr(self) -> str:
         """Settings shown in the module's repr."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,8 @@ def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
     window = UNLIMITED if window_size is None else window_size
-    if not _is_window(window):
+    is_pair = isinstance(window, Sequence) and len(window) == 2
+    if not is_pair or not all(isinstance(size, int) and size >= -1 for size in window):
         raise ValueError(f"window_size is {window_size}; it must be two numbers >= 0, or -1 for no limit")
     left, right = window
     if not attn_mask_type.endswith("causal"):
@@ -46,11 +46,6 @@ def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
             f"{attn_mask_type!r} does not, so make its right side 0 or choose another type"
         )
     return left, 0
-
-
-def _is_window(window: Any) -> bool:
-    is_pair = isinstance(window, Sequence) and len(window) == 2
-    return is_pair and all(isinstance(size, int) and size >= -1 for size in window)
 
 
 def visible_keys(
@@ -68,24 +63,16 @@ def visible_keys(
     """
     if attn_mask_type not in WITH_MASK:
         if attention_mask is not None:
-            raise ValueError(
-                f"attn_mask_type={attn_mask_type!r} takes no attention_mask; choose one of "
-                f"{', '.join(WITH_MASK)}"
-            )
+            raise ValueError(f"{attn_mask_type!r} takes no attention_mask; {', '.join(WITH_MASK)} do")
         return None
     if attention_mask is None:
         raise ValueError(f"attn_mask_type={attn_mask_type!r} needs an attention_mask: True is masked out")
     if attention_mask.dtype != torch.bool:
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype}; it must be bool, True where a key is masked out"
-        )
+        raise ValueError(f"attention_mask is {attention_mask.dtype}; it must be bool: True is masked out")
     whole = (shape[0], 1, 1, shape[3]) if attn_mask_type != "arbitrary" else shape
     sizes = tuple(attention_mask.shape)
     if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):
-        raise ValueError(
-            f"attention_mask has shape {sizes}; attn_mask_type={attn_mask_type!r} needs {whole}, or 1 in "
-            "place of any of them"
-        )
+        raise ValueError(f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or ones")
     return attention_mask.logical_not()
 
 

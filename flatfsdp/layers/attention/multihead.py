@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import Window
-from flatfsdp.layers.attention.qk_norm import make_qk_norm
 from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
 from flatfsdp.layers.layer_options import (
@@ -28,10 +26,9 @@ from flatfsdp.layers.layer_options import (
     only,
     parallel_of,
 )
-from flatfsdp.layers.layernorm_linear import LayerNormLinear
-from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.linear import LayerNormLinear, Linear
+from flatfsdp.layers.norm import L2Normalization, LayerNorm, RMSNorm
+from flatfsdp.layers.shared import InitMethod, Shared
 from flatfsdp.layers.te_arguments import takes_te_arguments, takes_te_call_arguments
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
@@ -48,14 +45,12 @@ class MultiheadAttention(Shared):
         layernorm_epsilon: epsilon of the norm with `input_layernorm`.
         init_method: fills the weights of the query, key and value projection.
         output_layer_init_method: fills the weight of the output projection.
-        layer_number: a label only.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
         window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
         num_gqa_groups: heads of key and value; default: `num_attention_heads`.
         return_bias: return (out, bias) instead of adding the output projection's bias.
         return_layernorm_output: return the norm's result as well.
         input_layernorm: begin with a norm.
-        attention_type: only "self".
         qkv_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
         options: options of all of a block's layers, listed in `AttentionOptions`.  sequence_parallel needs
             set_parallel_mode and "sbhd".
@@ -81,26 +76,32 @@ class MultiheadAttention(Shared):
         layernorm_epsilon: float = 1e-5,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
-        layer_number: int | None = None,
+        *,
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
-        *,
         num_gqa_groups: int | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         input_layernorm: bool = False,
-        attention_type: str = "self",
         qkv_format: str = "sbhd",
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         self._parallel = parallel_of("MultiheadAttention", AttentionOptions, options)
         is_split = options.get("set_parallel_mode", False)
-        _check(options, self._parallel, attention_type, qkv_format)
+        if self._parallel.sequence_parallel:
+            if not is_split:
+                raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees all tokens")
+            if qkv_format != "sbhd":
+                raise ValueError(f"sequence_parallel splits dimension 0: use 'sbhd', not {qkv_format!r}")
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output needs input_layernorm=True")
         if kv_channels is None:
-            kv_channels = _head_size(hidden_size, num_attention_heads)
+            kv_channels, rest = divmod(hidden_size, num_attention_heads)
+            if rest:
+                raise ValueError(
+                    f"{num_attention_heads} heads do not divide hidden_size {hidden_size}; pass kv_channels"
+                )
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.input_layernorm = input_layernorm
@@ -117,7 +118,6 @@ class MultiheadAttention(Shared):
             qkv_format,
             attn_mask_type,
             window_size,
-            layer_number=layer_number,
             tp_group=options.get("tp_group") if is_split else None,
             tp_size=options.get("tp_size", 1) if is_split else 1,
             sequence_parallel=options.get("sequence_parallel", False),
@@ -159,8 +159,8 @@ class MultiheadAttention(Shared):
                 kv_channels, rotary_base=base, interleaved=self.rotary_pos_interleaved
             )
         splits_norms = is_split and self._parallel.ranks.size > 1
-        self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
-        self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
+        self.q_norm = _qk_norm(kv_channels, options, is_split=splits_norms)
+        self.k_norm = _qk_norm(kv_channels, options, is_split=splits_norms)
         # Split by its columns, as the context is split by heads: ranks add up their results.
         back: LinearOptions = {
             **of_maps,
@@ -254,7 +254,15 @@ class MultiheadAttention(Shared):
         if tables is None and self.rotary is not None:
             # The whole sequence: with sequence_parallel, the projection has gathered it.
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
-        self._check_tables(tables)
+        if isinstance(tables, Tensor):
+            raise TypeError(
+                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
+                "or (cos, sin) of the angles, [positions, dim / 2] each"
+            )
+        if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
+            raise ValueError(
+                f"rotary_pos_emb is interleaved={tables.interleaved}; make rotary_pos_interleaved the same"
+            )
         return heads_of_projection(
             mixed,
             self._heads_of,
@@ -266,43 +274,27 @@ class MultiheadAttention(Shared):
             norm_first=self.qk_norm_before_rope,
         )
 
-    def _check_tables(self, tables: Tables | None) -> None:
-        if isinstance(tables, Tensor):
-            raise TypeError(
-                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
-                "or (cos, sin) of the angles, [positions, dim / 2] each"
-            )
-        if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
-            raise ValueError(
-                f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "
-                f"rotary_pos_interleaved={self.rotary_pos_interleaved}; make both the same"
-            )
 
+def _qk_norm(channels: int, options: AttentionOptions, *, is_split: bool) -> nn.Module | None:
+    """Makes the norm of queries or keys that `options` ask for; None if they ask for none.
 
-def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: str, qkv_format: str) -> None:
-    """Checks that the options fit together.
+    Args:
+        channels: elements of a head.
+        options: the layer's options; only qk_norm_type, qk_norm_eps, params_dtype and device are read.
+        is_split: whether tensor-parallel ranks share the heads, so that gradients have to be summed over
+            them.
 
     Raises:
-        ValueError: if sequence parallelism lacks what it needs, or the attention is not self-attention.
+        ValueError: for an unknown type.
     """
-    if parallel.sequence_parallel and not options.get("set_parallel_mode"):
-        raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
-    if parallel.sequence_parallel and qkv_format != "sbhd":
-        raise ValueError(
-            f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
-        )
-    if attention_type != "self":
-        raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
-
-
-def _head_size(hidden_size: int, heads: int) -> int:
-    """Elements of a head if the heads share the hidden size.
-
-    Raises:
-        ValueError: if they cannot share it equally.
-    """
-    if hidden_size % heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}, which {heads} heads cannot share equally; pass kv_channels"
-        )
-    return hidden_size // heads
+    kind, eps = options.get("qk_norm_type"), options.get("qk_norm_eps", 1e-6)
+    dtype, device = options.get("params_dtype"), options.get("device")
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(channels, eps)
+    if kind == "RMSNorm":
+        return RMSNorm(channels, eps, is_split, params_dtype=dtype, device=device)
+    if kind == "LayerNorm":
+        return LayerNorm(channels, eps, is_split, params_dtype=dtype, device=device)
+    raise ValueError(f"qk_norm_type is {kind!r}, not None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'")

@@ -115,10 +115,7 @@ def split_qkv(
     """
     heads, groups, head_dim, _ = of
     if mixed.shape[-1] != (heads + 2 * groups) * head_dim:
-        raise ValueError(
-            f"a packed projection of {heads} query heads and {groups} groups of {head_dim} elements each has "
-            f"{(heads + 2 * groups) * head_dim} of them, not {mixed.shape[-1]}"
-        )
+        raise ValueError(f"{heads} + 2 x {groups} heads of {head_dim} do not fill {mixed.shape[-1]} columns")
     cos, sin = (None, None) if tables is None else tables[:2]
     return QKV(*_Split.run(mixed, cos, sin, of, batch_first, neighbours))
 
@@ -170,3 +167,48 @@ def _heads(mixed: Tensor, of: HeadsOf) -> Sequence[Tensor]:
         return torch.split_with_sizes(each, (heads, groups, groups), 2)
     each = mixed.unflatten(-1, (groups, heads // groups + 2, head_dim))
     return each[..., :-2, :].flatten(-3, -2), each[..., -2, :], each[..., -1, :]
+
+
+def add_to_slices(mixed: Tensor, deltas: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """Adds each delta to its columns of `mixed` in place; the deltas' gradients are views of the result's.
+
+    Args:
+        mixed: [..., columns]; do not use it afterwards, its memory belongs to the result.
+        deltas: (start, delta [..., n]) pairs; each is added to columns [start, start + n).
+
+    Raises:
+        ValueError: if a delta exceeds the columns, or other dimensions differ.
+    """
+    for start, delta in deltas:
+        columns = mixed.shape[-1]
+        if delta.shape[:-1] != mixed.shape[:-1] or not 0 <= start <= columns - delta.shape[-1]:
+            raise ValueError(
+                f"a delta {tuple(delta.shape)} from column {start} on does not fit into {tuple(mixed.shape)}"
+            )
+    if not deltas:
+        return mixed
+    starts, tensors = zip(*deltas, strict=True)
+    out: Tensor = _AddToSlices.apply(mixed, starts, *tensors)
+    return out
+
+
+class _AddToSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, starts: tuple[int, ...], *deltas: Tensor) -> Tensor:
+        ctx.slices = [(start, delta.shape[-1]) for start, delta in zip(starts, deltas, strict=True)]
+        # A new tensor over the same memory: if `mixed`, which may be a view, were marked as changed, autograd
+        # would copy its gradient.
+        out = mixed.detach()
+        for (start, width), delta in zip(ctx.slices, deltas, strict=True):
+            out.narrow(-1, start, width).add_(delta)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        grads = (
+            dy.narrow(-1, start, width) if is_needed else None
+            for (start, width), is_needed in zip(ctx.slices, needed, strict=True)
+        )
+        return dy, None, *grads

@@ -63,7 +63,11 @@ def cross_entropy(
     how = Reduction(ignore_index, reduction)
     ids = ids_of("cross_entropy", logits.shape[:-1], targets)
     if inplace_backward:
-        _require_result(logits)
+        owner = logits if logits._base is None else logits._base
+        if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
+            raise ValueError(
+                "cross_entropy: inplace_backward would overwrite a leaf; pass what an operation returns"
+            )
     matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
     loss: Tensor = CrossEntropyNode.run(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
     return loss.view_as(targets) if reduction == "none" else loss
@@ -177,21 +181,5 @@ def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
         ValueError: if their shape is not `shape`.
     """
     if targets.shape != tuple(shape):
-        raise ValueError(
-            f"{function}: targets have shape {tuple(targets.shape)}; it has to be the tokens', {tuple(shape)}"
-        )
+        raise ValueError(f"{function}: targets have shape {tuple(targets.shape)}, and tokens {tuple(shape)}")
     return targets.reshape(-1).contiguous()
-
-
-def _require_result(logits: Tensor) -> None:
-    """Checks that the logits may be overwritten.
-
-    Raises:
-        ValueError: if they are a leaf, or a view of one.
-    """
-    owner = logits if logits._base is None else logits._base
-    if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
-        raise ValueError(
-            "cross_entropy: inplace_backward would write the gradient of a leaf over its values; the logits "
-            "have to be the result of an operation"
-        )

@@ -79,13 +79,9 @@ class LinearCrossEntropy(Linear):
                 "parameters_split and partition_sizes, or use Linear and cross_entropy"
             )
         if options.get("parallel_mode") == "row":
-            raise NotImplementedError(
-                "LinearCrossEntropy: parallel_mode is 'row'; use 'column' to split the vocabulary over ranks"
-            )
+            raise NotImplementedError("LinearCrossEntropy: parallel_mode is 'row'; use 'column'")
         if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(
-                f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}; it must be positive, or None"
-            )
+            raise ValueError(f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}, not positive or None")
         how = Reduction(ignore_index, reduction)
         super().__init__(in_features, out_features, bias=False, **options)
         self.how = how
@@ -223,7 +219,11 @@ class _OfChunks(Function):
             # Freed first: the next chunk's logits reuse the memory.
             del dy
         dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
-        return _summed(torch.cat(dx), call) if dx else None, dweight, *(None,) * 6
+        whole = torch.cat(dx) if dx else None
+        if whole is not None and call.exchange.sums_input_grad:
+            # Over the ranks that share the vocabulary.
+            whole = call.exchange.start_sum(whole).wait()
+        return whole, dweight, *(None,) * 6
 
 
 def _gathered(x: Tensor, call: LinearCall) -> Tensor:
@@ -233,11 +233,6 @@ def _gathered(x: Tensor, call: LinearCall) -> Tensor:
 
 def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
     return gemms.fprop(Operand(x), weight, None, call.dtype, call.split)
-
-
-def _summed(dx: Tensor, call: LinearCall) -> Tensor:
-    """The sum of dx over the ranks that share the vocabulary."""
-    return call.exchange.start_sum(dx).wait() if call.exchange.sums_input_grad else dx
 
 
 def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:

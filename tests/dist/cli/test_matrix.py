@@ -24,7 +24,7 @@ from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Comparison
 from flatfsdp.training.choices import Fusion
-from flatfsdp.training.settings import Configuration
+from flatfsdp.training.jobs import Configuration
 from tests.support.ranks import run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
@@ -132,7 +132,7 @@ def refuses(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
             run([(tokens, tokens)] * 3)
         for other in (tokens[:, :8], torch.cat([tokens, tokens]), tokens[0]):
-            with pytest.raises(ValueError, match=r"tokens and targets must be \(1, 16\)"):
+            with pytest.raises(ValueError, match=r"the pipeline was made for \(1, 16\)"):
                 run([(tokens, tokens), (tokens, other)])
     for counts in ({"microbatches": 0, "batch": 1}, {"microbatches": 2, "batch": -1}):
         for schedule in SCHEDULES:
@@ -140,10 +140,10 @@ def refuses(rank: int, world_size: int) -> None:
                 LlamaPipeline(sizes, mesh, schedule, **counts)
     stored = Precision(fp8_weights=CurrentScaling())
     for recipe in (None, BlockScaling()):
-        with pytest.raises(ValueError, match="need a CurrentScaling or DelayedScaling"):
+        with pytest.raises(ValueError, match="needs a CurrentScaling or DelayedScaling"):
             LlamaPipeline(sizes, mesh, microbatches=2, batch=1, precision=stored, recipe=recipe)
     for other, message in (
-        ({"seq": 24}, "1 x 24 tokens are in a microbatch; FP8 GEMMs need a multiple of 16"),
+        ({"seq": 24}, "1 x 24 tokens in a microbatch: FP8 needs multiples of 16"),
         ({"ffn": 72}, r"LayerNormMLP\.fc2_weight: in_features is 72"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -156,7 +156,7 @@ def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
     options = ["--only", "PP 2", "--out", str(tmp_path / "out")]
     result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["verify", *options])
     assert result.exit_code == 2
-    assert "--only chooses among the rows of --matrix" in result.output
+    assert "--only chooses among rows of --matrix" in result.output
     assert not (tmp_path / "out").exists()
 
 

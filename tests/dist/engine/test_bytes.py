@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lib.copy_counter import CopyCounter, Kind
 from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
-from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.support.ranks import run_ranks
 
 BLOCKS, WIDTH, HIDDEN = 3, 40, 75

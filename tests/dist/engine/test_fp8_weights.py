@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.lib.copy_counter import CopyCounter, Kind
 from flatfsdp import Precision, by_class, checkpoint, fp8, microbatches, shard
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
-from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
 from tests.support.meshes import REPLICATED
 from tests.support.ranks import on_ranks, run_ranks

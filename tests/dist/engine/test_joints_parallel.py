@@ -18,7 +18,7 @@ from flatfsdp.contract.tensor_parallel import declare_split
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.layers import Linear, TransformerLayer
-from flatfsdp.layers.projection import Projection
+from flatfsdp.layers.linear import Projection
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from tests.support import joint_layers
 from tests.support.joint_layers import QKV, OneWeight

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flatfsdp.profiling.timeline import load_spans, overlap_of
+from examples.timeline import load_spans, overlap_of
 from tests.support.programs import TORCHRUN, Program, run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
@@ -115,7 +115,8 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
     assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
 
 
-def test_other_settings_are_refused_by_name() -> None:
+def test_other_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
     spec = importlib.util.spec_from_file_location("pretrain_llama", EXAMPLE)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)

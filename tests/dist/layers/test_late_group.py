@@ -107,7 +107,7 @@ def misfits(rank: int, world_size: int) -> None:
             Linear(WIDTH, 48, parallel_mode="column", tp_size=size).set_tensor_parallel_group(group)
     layer = Linear(WIDTH, 48, parallel_mode="column", tp_group=dist.group.WORLD)
     layer.set_tensor_parallel_group(dist.group.WORLD)
-    with pytest.raises(TypeError, match=r"process group means nothing to another process; save state_dict"):
+    with pytest.raises(TypeError, match=r"process groups cannot be pickled; save state_dict"):
         pickle.dumps(layer)
     whole = Linear(WIDTH, 48)
     whole.set_tensor_parallel_group(alone)
@@ -125,7 +125,7 @@ def other_ranks(rank: int, world_size: int) -> None:
         TransformerLayer(WIDTH, 64, 4, set_parallel_mode=True, tp_size=2),
     ):
         layer.set_tensor_parallel_group(first)
-        with pytest.raises(ValueError, match=r"ranks .* share it already, so .* cannot"):
+        with pytest.raises(ValueError, match=r"ranks .* share it already, not "):
             layer.set_tensor_parallel_group(second)
 
 

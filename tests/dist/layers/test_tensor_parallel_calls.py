@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.lib.copy_counter import CopyCounter
 from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import (
@@ -29,7 +30,6 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from flatfsdp.profiling.copy_counter import CopyCounter
 from tests.support.ranks import on_ranks
 from tests.support.split_layers import (
     BATCH,

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lib.copy_counter import CopyCounter
 from flatfsdp.comm.collectives import start_all_gather, start_reduce_scatter
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.fp8 import CurrentScaling, autocast
@@ -18,8 +19,7 @@ from flatfsdp.kernels.gemm.gemm import scaled_mm
 from flatfsdp.layers import LayerNormLinear
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.exchange import Exchange
-from flatfsdp.matmul.gathered_rows import RowsUnderWay
-from flatfsdp.profiling.copy_counter import CopyCounter
+from flatfsdp.matmul.linear_map import RowsUnderWay
 from tests.support.ranks import on_ranks
 from tests.support.split_layers import (
     BATCH,

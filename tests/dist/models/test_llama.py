@@ -228,8 +228,8 @@ def test_replayed_microbatches_are_the_eager_ones() -> None:
 def test_what_cannot_be_replayed_is_refused_on_every_rank() -> None:
     cached = {"recipe": DelayedScaling(amax_history_len=4), "cache_fp8_weights": True}
     for ranks, options, message in (
-        ({"pp": 2, "tp": 1}, {}, "there are 2 pipeline ranks"),
-        ({"pp": 1, "tp": 2}, {}, "2 tensor-parallel ranks share each layer"),
+        ({"pp": 2, "tp": 1}, {}, "replay with 2 pipeline ranks"),
+        ({"pp": 1, "tp": 2}, {}, "replay with 2 tensor-parallel ranks"),
         ({"pp": 1, "tp": 1}, cached, "cache_fp8_weights"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -20,7 +20,7 @@ from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
-from flatfsdp.optim.verdict import Awaited, Verdict
+from flatfsdp.optim.clip import Awaited, Verdict
 from tests.support import stored_weights
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import SHORT, Block, Stack, seeded

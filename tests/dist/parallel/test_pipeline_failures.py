@@ -63,7 +63,7 @@ def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no unit of FlatFSDP"):
         FlatStage(part, rank, 2, **options)
     model = shard(part, by_class(Block), mesh=mesh["dp"])
-    with pytest.raises(ValueError, match="only one of input_args"):
+    with pytest.raises(ValueError, match="one of input_args and output_args"):
         FlatStage(model, rank, 2, input_args=torch.empty(2, 7), **options)
     with pytest.raises(ValueError, match="Number of microbatches"):
         Schedule1F1B(FlatStage(model, rank, 2, **options), 1, loss_fn=loss_of)

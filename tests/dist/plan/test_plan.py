@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.lib.copy_counter import CopyCounter
 from flatfsdp import Precision
 from flatfsdp.engine.whole.memory import MemoryReport
 from flatfsdp.engine.whole.units import units_in
@@ -29,7 +30,6 @@ from flatfsdp.plan.memory import memory_plan, stage_report, stage_sizes
 from flatfsdp.plan.parts import layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
 from flatfsdp.plan.traffic import sent_by_rank
-from flatfsdp.profiling.copy_counter import CopyCounter
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 

@@ -10,8 +10,7 @@ from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity.loop import train
 from flatfsdp.training.choices import PrecisionName
-from flatfsdp.training.gpt import gpt_job
-from flatfsdp.training.settings import Configuration, Settings
+from flatfsdp.training.jobs import Configuration, Settings, gpt_job
 from tests.support.ranks import on_ranks
 
 SETTINGS = Settings(GPTConfig(1, 32, 2, 16), batch=2, microbatches=2, steps=17)

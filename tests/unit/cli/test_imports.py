@@ -15,8 +15,8 @@ from tests.support.programs import ROOT
 PRESENTATION = ("rich", "typer", "matplotlib")
 CORE = (
     *("flatfsdp", "flatfsdp.layers", "flatfsdp.checkpoint", "flatfsdp.parallel", "flatfsdp.plan"),
-    *("flatfsdp.models", "flatfsdp.comm.launch", "flatfsdp.profiling.trace", "flatfsdp.profiling.timeline"),
-    *("flatfsdp.training.gpt", "flatfsdp.training.llama"),
+    *("flatfsdp.models", "flatfsdp.comm.launch", "flatfsdp.profiling"),
+    "flatfsdp.training.jobs",
 )
 OUTSIDE = [
     path.relative_to(ROOT)

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from flatfsdp.comm.gpus import take_gpu
-from flatfsdp.comm.launch import Device, Launch
+from flatfsdp.comm.launch import Device, Launch, take_gpu
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_no_two_ranks_of_one_host_share_a_gpu(gpus: mock.Mock) -> None:
 def test_sharing_is_asked_for(gpus: mock.Mock) -> None:
     assert Launch(4, Device.shared_cuda).use_cuda() and Launch(2, Device.cuda).use_cuda()
     assert not Launch(4, Device.auto).use_cuda()
-    with pytest.raises(ValueError, match=r"needs one GPU for each of 4 ranks; .* shared-cuda"):
+    with pytest.raises(ValueError, match=r"needs one GPU for each of 4 ranks, .* shared-cuda"):
         Launch(4, Device.cuda)
 
 
@@ -54,5 +53,5 @@ def test_nothing_is_shared_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"shared-cuda needs a GPU"):
         Launch(2, Device.shared_cuda)
-    with pytest.raises(ValueError, match=r"this machine has 0$"):
+    with pytest.raises(ValueError, match=r"not 0$"):
         Launch(2, Device.cuda)

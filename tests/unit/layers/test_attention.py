@@ -106,7 +106,7 @@ def test_more_keys_than_queries() -> None:
         inputs,
         BOUND,
     )
-    with pytest.raises(ValueError, match="3 queries and 5 keys"):
+    with pytest.raises(ValueError, match="as many queries as keys, not 3 and 5"):
         layer(*inputs, window_size=(2, 2))
 
 

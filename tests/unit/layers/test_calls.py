@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from flatfsdp.contract.packed import PACKED_PARTS, leave_packed
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, LinearCrossEntropy
-from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.qkv import HeadsOf, add_to_slices, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
-from flatfsdp.layers.attention.slices import add_to_slices
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, norm_linear, prepare
 from flatfsdp.layers.embedding import look_up
@@ -291,7 +290,7 @@ def test_sizes_of_transposed_weights() -> None:
         pytest.raises(ValueError, match=r"Turned\.down_weight.*out_features is 20"),
     ):
         two_calls(module, torch.randn(TOKENS, WIDTH))
-    with pytest.raises(ValueError, match=r"\(16, 20\).* has to be 32"):
+    with pytest.raises(ValueError, match=r"\(16, 20\).* is not 32"):
         two_calls(module, torch.randn(16, 20))
 
 
@@ -367,7 +366,7 @@ def test_additions_of_another_dtype_are_rounded_once() -> None:
     ("start", "shape"), [(6, (4, 3)), (-1, (4, 3)), (0, (4, 9)), (0, (3, 3)), (0, (2, 2, 3))]
 )
 def test_additions_that_do_not_fit(start: int, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"from column -?\d on does not fit into .* \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"from column -?\d on does not fit into \(4, 8\)"):
         add_to_slices(torch.randn(4, 8), [(start, torch.randn(shape))])
 
 

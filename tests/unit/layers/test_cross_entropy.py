@@ -101,7 +101,7 @@ def test_overwritten_logits_are_refused_to_others() -> None:
 def test_a_leaf_is_not_overwritten() -> None:
     x, targets = leaf(6, VOCAB), ids(6)
     for logits in (x, x.view(6, VOCAB)):
-        with pytest.raises(ValueError, match="of a leaf"):
+        with pytest.raises(ValueError, match="would overwrite a leaf"):
             cross_entropy(logits, targets, inplace_backward=True)
     with torch.no_grad():
         assert cross_entropy(x, targets, inplace_backward=True).isfinite()
@@ -116,7 +116,7 @@ def test_a_plain_backward_can_run_twice() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.randn(6, VOCAB)
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(6,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\), and tokens \(6,\)"):
         cross_entropy(x, ids(5))
     assert_raises(ValueError, "reduction is 'max'", cross_entropy, x, ids(6), reduction="max")
     for wrong in (-1, VOCAB):

@@ -78,7 +78,7 @@ def test_tables_may_come_from_outside() -> None:
     assert torch.equal(own(x), other(x, rotary_pos_emb=(tables.cos, tables.sin)))
     assert not torch.allclose(own(x), other(x))
     neighbours = RotaryPositionEmbedding(HIDDEN // HEADS, interleaved=True)(SEQ)
-    with pytest.raises(ValueError, match="rotary_pos_emb was made with interleaved=True"):
+    with pytest.raises(ValueError, match="rotary_pos_emb is interleaved=True"):
         other(x, rotary_pos_emb=neighbours)
     with pytest.raises(TypeError, match=r"rotary_pos_emb is one tensor.*\(cos, sin\)"):
         other(x, rotary_pos_emb=torch.randn(SEQ, 1, 1, HIDDEN // HEADS))

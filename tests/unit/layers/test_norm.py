@@ -108,7 +108,7 @@ def test_arguments_of_transformer_engine() -> None:
     for arguments in ({}, {"normalized_shape": 8, "hidden_size": 8}):
         with pytest.raises(ValueError, match="give either normalized_shape or its alias hidden_size"):
             LayerNorm(**arguments)
-    with pytest.raises(ValueError, match=r"LayerNorm: the input has shape \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"LayerNorm: the input is \(2, 9\)"):
         layer(torch.randn(2, 9))
     for dtype in (torch.float64, torch.int64):
         with pytest.raises(ValueError, match=rf"LayerNorm: the input is {dtype}"):

@@ -22,7 +22,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from flatfsdp.layers.attention.qk_norm import L2Normalization
+from flatfsdp.layers.norm import L2Normalization
 from tests.support.copies import by_pickle, by_torch_save
 from tests.support.fp8_layers import (
     FFN,

@@ -166,7 +166,7 @@ def test_layers_and_sequences_that_are_none_of_the_model() -> None:
     for layers in (range(2, 4), range(2, 1), range(0, 3, 2)):
         with pytest.raises(ValueError, match="the model has layers 0 to 2"):
             Llama(CONFIG, layers)
-    with pytest.raises(ValueError, match="33 tokens does not fit the model's 32"):
+    with pytest.raises(ValueError, match="33 tokens is longer than 32"):
         Llama(CONFIG)(torch.zeros(1, 33, dtype=torch.int64))
 
 

@@ -82,5 +82,5 @@ def test_unusable_data_is_named(tmp_path: Path) -> None:
     for name in ("empty", "folder"):
         with pytest.raises(DataError, match=rf"{name} holds no bytes"):
             load_corpus(tmp_path / name)
-    with pytest.raises(DataError, match="holds 8 bytes; a sequence of 8 needs at least 9"):
+    with pytest.raises(DataError, match="holds 8 bytes, not 9"):
         Sampler(Corpus(torch.zeros(8, dtype=torch.uint8), "short"), batch=1, seq=8, seed=0)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import checkpoint, shard
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
-from flatfsdp.optim.verdict import Awaited
+from flatfsdp.optim.clip import Awaited
 from tests.unit.optim.test_plain import Shard, copies, equal, parameters, state_of
 
 STEPS = 6

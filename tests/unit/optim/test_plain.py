@@ -434,7 +434,7 @@ def test_options_of_a_group_and_of_a_loaded_state_are_checked() -> None:
     ours = parameters()
     with pytest.raises(ValueError, match=r"lr is -2\.0"):
         AdamW([{"params": ours, "lr": -2.0}])
-    with pytest.raises(ValueError, match=r"is torch\.complex64"):
+    with pytest.raises(ValueError, match=r"not torch\.complex64"):
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     optimizer = AdamW(ours)
     peer = torch.optim.AdamW(copies(ours), amsgrad=True)

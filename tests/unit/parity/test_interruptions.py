@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.parity.interruptions import Interruptions
+from flatfsdp.parity.any_model import Interruptions
 
 BATCH = (torch.zeros(4, 6), torch.zeros(4, 6))
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.timeline import load_spans, overlap_of
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
@@ -26,8 +27,7 @@ from flatfsdp.plan.links import Groups
 from flatfsdp.plan.memory import MemoryPlan, fullest
 from flatfsdp.plan.parts import Part, layouts_of, parts_of
 from flatfsdp.plan.time import RankTime, TimePlan, step_of
-from flatfsdp.profiling.timeline import load_spans, overlap_of
-from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
+from flatfsdp.profiling import ATTENTION, COMMUNICATION, breakdown
 from tests.support.published import PAGES, RESULTS, results, rows
 
 H200 = Machine()

@@ -11,19 +11,19 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp.profiling.timeline import draw_timeline, load_spans, overlap_of, redraw, save_spans
-from flatfsdp.profiling.trace import (
-    Interval,
-    Span,
-    breakdown,
+from examples.timeline import (
     collective_kind,
     cpu_spans_of,
+    draw_timeline,
     intersection,
-    kernel_class,
     length,
+    load_spans,
+    overlap_of,
+    redraw,
+    save_spans,
     spans_in,
-    union,
 )
+from flatfsdp.profiling import Interval, Span, breakdown, kernel_class, union
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from flatfsdp.comm.checking import absence
-from flatfsdp.comm.checking.absence import why_in_vain
+from flatfsdp.comm.checking import reports
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.reports import why_in_vain
 from flatfsdp.comm.ranks import Ranks
 
 MODEL = ModelIdentity(7, ["embedding", "blocks.0"], timeout=2.0)
@@ -28,8 +28,8 @@ class Three(Ranks):
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     store = dist.HashStore()
-    monkeypatch.setattr(absence, "default_store", lambda: store)
-    monkeypatch.setattr(absence, "SETTLING", 0.3)
+    monkeypatch.setattr(reports, "default_store", lambda: store)
+    monkeypatch.setattr(reports, "SETTLING", 0.3)
     return store
 
 
@@ -84,7 +84,7 @@ def test_a_store_that_does_not_answer_keeps_nobody(monkeypatch: pytest.MonkeyPat
             ends.wait()
             return False
 
-    monkeypatch.setattr(absence, "default_store", Stopped)
+    monkeypatch.setattr(reports, "default_store", Stopped)
     (words,) = said((0, GATHER, 2.0))
     ends.set()
     assert str(BACKEND) in words and "rank 0, which has ended or was stopped" in words
@@ -94,6 +94,6 @@ def test_a_store_that_is_gone_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def gone() -> dist.Store:
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr(absence, "default_store", gone)
+    monkeypatch.setattr(reports, "default_store", gone)
     (words,) = said((1, GATHER, 2.0))
     assert words.startswith("this rank gathers unit blocks.0") and str(BACKEND) in words

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatfsdp.comm.checking import journal
 from flatfsdp.comm.checking.identity import Action, Identity
-from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.checking.reports import Launches
 
 SIZE = 3
 GATHER = Identity(Action.FORWARD, unit=1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
-from flatfsdp.comm.checking.launches import Launches, UnderWay
+from flatfsdp.comm.checking.reports import Launches, UnderWay
 
 GATHER, NORM, REDUCE = (Identity(action).number for action in (Action.BACKWARD, Action.NORM, Action.REDUCE))
 

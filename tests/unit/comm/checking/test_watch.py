@@ -8,7 +8,7 @@ import pytest
 
 from flatfsdp.comm.checking import watch
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
-from flatfsdp.comm.checking.launches import Launches, UnderWay
+from flatfsdp.comm.checking.reports import Launches, UnderWay
 from flatfsdp.comm.ranks import ALONE
 
 MODEL = ModelIdentity(7)

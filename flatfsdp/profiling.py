@@ -1,8 +1,8 @@
-"""A GPU's time during one step: by class of kernel, and without any.
+"""Figures of a training run: a GPU's time during one step, the environment of a run, and both as JSON.
 
 In:   a torch.profiler recording of one rank's step.
-Out:  spans, and a `Breakdown` of them.
-Next: `timeline.py` draws the spans, and saves them.
+Out:  spans, and a `Breakdown` of them by class of kernel.
+Next: `examples/timeline.py` draws the spans.
 
     |--- GEMM ---|   |-- memory-bound --|                    busy: length of the union of a class's kernels
              |------ communication ------|                   alone: the part of it beside no other class
@@ -12,15 +12,19 @@ Next: `timeline.py` draws the spans, and saves them.
 from __future__ import annotations
 
 import json
+import math
+import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
+
+from flatfsdp.comm.launch import Rank
 
 COMMUNICATION, ATTENTION, GEMM, MEMORY = "communication", "attention", "GEMM", "memory-bound"
 CLASSES = (GEMM, ATTENTION, MEMORY, COMMUNICATION)
@@ -97,25 +101,6 @@ def kernel_class(name: str) -> str:
     return next((found for found, pattern in PATTERNS if re.search(pattern, name.lower())), MEMORY)
 
 
-COLLECTIVES = (
-    ("all-gather", r"all_?gather"),
-    ("reduce-scatter", r"reduce_?scatter"),
-    ("all-reduce", r"all_?reduce"),
-    ("send/recv", r"send|recv"),
-    ("broadcast", r"broadcast"),
-    ("copy between GPUs", r"memcpy ptop"),
-    ("barrier", r"barrier"),
-)
-"""Kinds of communication; the first pattern found in a name counts."""
-
-
-def collective_kind(span: Span) -> str:
-    """The kind of a span of communication, such as "all-gather", or "TP all-gather"."""
-    name = span.name.lower()
-    kind = next((found for found, pattern in COLLECTIVES if re.search(pattern, name)), "other")
-    return f"{span.group} {kind}".strip()
-
-
 def spans_of(recorded: profile) -> list[Span]:
     """Everything that ran on the GPU, without annotations, which the profiler lists there, too."""
     return [
@@ -123,37 +108,6 @@ def spans_of(recorded: profile) -> list[Span]:
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-
-
-def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
-    """Reads spans from a file of `export_chrome_trace`, which knows process groups, too.
-
-    Args:
-        chrome_trace: the file.
-        groups: names for process groups, by `ProcessGroup.group_name`.
-    """
-    events = json.loads(chrome_trace.read_text())["traceEvents"]
-    found = []
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            start, arguments = float(event["ts"]), event["args"]
-            group = groups.get(arguments.get("Process Group Name"), "")
-            found.append(Span(event["name"], start, start + float(event["dur"]), arguments["stream"], group))
-    return found
-
-
-def cpu_spans_of(recorded: profile) -> list[Span]:
-    """The outermost operators that ran on the CPU, for machines without a GPU."""
-    return [
-        Span(event.name, event.time_range.start, event.time_range.end, event.thread)
-        for event in recorded.events() or ()
-        if _is_operator(event) and not _is_operator(event.cpu_parent)
-    ]
-
-
-def _is_operator(event: FunctionEvent | None) -> bool:
-    """Whether it is neither a range nor a node of autograd."""
-    return event is not None and not event.is_async and re.match(r"\w+::|gloo:", event.name) is not None
 
 
 def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
@@ -197,22 +151,37 @@ def union(spans: Iterable[Span | Interval]) -> list[Interval]:
     return found
 
 
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The intervals in which both run; arguments and result are those of `union`."""
-    found = []
-    a, b = 0, 0
-    while a < len(first) and b < len(second):
-        start, end = max(first[a].start, second[b].start), min(first[a].end, second[b].end)
-        if start < end:
-            found.append(Interval(start, end))
-        # The interval that ends first meets nothing more.
-        if first[a].end < second[b].end:
-            a += 1
-        else:
-            b += 1
-    return found
-
-
 def length(intervals: Iterable[Interval]) -> float:
     """The total length of the intervals."""
     return sum(end - start for start, end in intervals)
+
+
+def environment(rank: Rank) -> dict[str, Any]:
+    """Versions, device and ranks; collective over all ranks."""
+    cuda = rank.device.type == "cuda"
+    gpus: list[str | None] = [None] * rank.world
+    if cuda:
+        dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(rank.device).uuid))
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(rank.device) if cuda else f"CPU ({platform.machine()})",
+        "backend": dist.get_backend(),
+        "world_size": rank.world,
+        "gpus": len(set(gpus) - {None}),  # ranks of several hosts may be emulated on one, and share its GPUs
+    }
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Serializes to JSON with null for NaN and infinite numbers, which JSON lacks; paths become strings."""
+    return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

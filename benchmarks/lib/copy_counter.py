@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -76,37 +76,29 @@ class Copy:
         op: operator, such as `aten.copy_`.
         via: the engine's own operator that it ran in, such as `fsdp.chunk_cat`; empty if none.
         bytes: read plus written.
-        numel: elements written.
-        dim: dimensions of the tensor written; 1 for a flat buffer or a list of tensors.
     """
 
     kind: Kind
     op: str
     via: str
     bytes: int
-    numel: int
-    dim: int
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of `world_size` ranks.
+    """One collective of N ranks.
 
     Attributes:
         name: "all_gather", "reduce_scatter", "all_reduce", or the operator's name; "identity" for integers,
             by which ranks tell each other what they run, and what they have used.
-        op: the operator.
         payload: bytes of the full buffer: an all-gather's result, a reduce-scatter's input.
         wire: bytes that this rank sends in a bandwidth-optimal algorithm, and also receives: (N - 1) / N of
             the payload; twice that for an all-reduce.
-        world_size: number of ranks.
     """
 
     name: str
-    op: str
     payload: int
     wire: float
-    world_size: int
 
 
 class CopyCounter(TorchDispatchMode):
@@ -116,7 +108,7 @@ class CopyCounter(TorchDispatchMode):
             for batch in microbatches(model, batches):
                 model(batch).sum().backward()
             optimizer.step()
-        print(counter.bytes_per_parameter(numel), counter.calls("all_gather"))
+        print(counter.bytes(Kind.CONCAT) / numel, counter.calls("all_gather"))
 
     Args:
         min_numel: operators whose largest tensor (or list of tensors, added up) has fewer elements are
@@ -145,13 +137,6 @@ class CopyCounter(TorchDispatchMode):
         """Bytes read and written by copies of these kinds; without arguments, of all but `staging`."""
         wanted = kinds or tuple(kind for kind in Kind if kind is not Kind.STAGING)
         return sum(copy.bytes for copy in self.copies if copy.kind in wanted)
-
-    def bytes_per_parameter(self, num_parameters: int) -> dict[str, float]:
-        """Bytes of each kind that occurred, divided by `num_parameters` (all ranks together)."""
-        totals: Counter[str] = Counter()
-        for copy in self.copies:
-            totals[copy.kind.value] += copy.bytes
-        return {kind: nbytes / num_parameters for kind, nbytes in totals.items()}
 
     def calls(self, name: str) -> int:
         """Number of collectives with this name."""
@@ -214,8 +199,7 @@ class CopyCounter(TorchDispatchMode):
         read, written = _traffic(func, name, args, kwargs, result)
         if not written:
             return
-        numel = sum(t.numel() for t in written)
-        is_large = max(numel, sum(t.numel() for t in read)) >= self.min_numel
+        is_large = max(sum(t.numel() for t in each) for each in (read, written)) >= self.min_numel
         if name not in COPIES:
             if is_large:
                 self.unclassified[name] += 1
@@ -224,22 +208,20 @@ class CopyCounter(TorchDispatchMode):
         if not is_large:
             self.ignored_bytes += nbytes
             return
-        kind = COPIES[name](read, written)
+        kind = COPIES[name] or _by_dtype(read[0], written[0])
         if kind is Kind.COPY and self._takes_staged(written[0]):
             kind = Kind.STAGING
-        dim = written[0].dim() if len(written) == 1 else 1
-        self.copies.append(Copy(kind, name, self._via, nbytes, numel, dim))
+        self.copies.append(Copy(kind, name, self._via, nbytes))
 
     def _record_kernel(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         kind, counted = KERNELS[name]
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         tensors = [list(_tensors([{**given, **kwargs}[argument]])) for argument in counted]
         nbytes = sum(_nbytes(tensor) for found in tensors for tensor in found)
-        numel = sum(tensor.numel() for tensor in tensors[-1])
-        if numel < self.min_numel:
+        if sum(tensor.numel() for tensor in tensors[-1]) < self.min_numel:
             self.ignored_bytes += nbytes
             return
-        self.copies.append(Copy(kind, name, name, nbytes, numel, 1))
+        self.copies.append(Copy(kind, name, name, nbytes))
 
     def _record_collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         label, payload_arg, hops = COLLECTIVES[name]
@@ -252,7 +234,7 @@ class CopyCounter(TorchDispatchMode):
             label = "identity"
         group = next(dist.ProcessGroup.unbox(a) for a in bound if isinstance(a, torch.ScriptObject))
         size = group.size()
-        self.collectives.append(Collective(label, name, payload, hops * payload * (size - 1) / size, size))
+        self.collectives.append(Collective(label, payload, hops * payload * (size - 1) / size))
         if label == "reduce_scatter":
             for output in _tensors([bound[0]]):
                 if output.device.type == "cpu":
@@ -272,22 +254,12 @@ class CopyCounter(TorchDispatchMode):
 OPENED_NAMESPACES = frozenset({"fsdp", "flatfsdp"})
 """Namespaces of engines' operators, FSDP2's and ours: the counter looks inside them."""
 
-Classify = Callable[[Sequence[Tensor], Sequence[Tensor]], Kind]
 
-
-def _by_dtype(read: Sequence[Tensor], written: Sequence[Tensor]) -> Kind:
-    source, target = read[0].dtype, written[0].dtype
-    if source == target:
-        return Kind.TURN if _is_transposed(read[0]) and written[0].is_contiguous() else Kind.COPY
-    return Kind.WIDEN if target.itemsize > source.itemsize else Kind.CAST
-
-
-def _is_transposed(matrix: Tensor) -> bool:
-    return matrix.dim() == 2 and matrix.t().is_contiguous() and not matrix.is_contiguous()
-
-
-def _always(kind: Kind) -> Classify:
-    return lambda read, written: kind
+def _by_dtype(read: Tensor, written: Tensor) -> Kind:
+    if read.dtype != written.dtype:
+        return Kind.WIDEN if written.dtype.itemsize > read.dtype.itemsize else Kind.CAST
+    is_transposed = read.dim() == 2 and read.t().is_contiguous() and not read.is_contiguous()
+    return Kind.TURN if is_transposed and written.is_contiguous() else Kind.COPY
 
 
 def _aten(*names: str) -> list[str]:
@@ -295,26 +267,21 @@ def _aten(*names: str) -> list[str]:
     return [f"aten.{name}" for words in names for name in words.split()]
 
 
-COPIES: dict[str, Classify] = {
+COPIES: dict[str, Kind | None] = {
     **dict.fromkeys(
-        _aten("copy_ copy _to_copy clone _foreach_copy_ split_with_sizes_copy constant_pad_nd"), _by_dtype
+        _aten("copy_ copy _to_copy clone _foreach_copy_ split_with_sizes_copy constant_pad_nd"), None
     ),
-    **dict.fromkeys(_aten("cat stack _chunk_cat"), _always(Kind.CONCAT)),
-    **dict.fromkeys(_aten("add_ add _foreach_add_ _foreach_add sub_ sub"), _always(Kind.ADD)),
+    **dict.fromkeys(_aten("cat stack _chunk_cat"), Kind.CONCAT),
+    **dict.fromkeys(_aten("add_ add _foreach_add_ _foreach_add sub_ sub"), Kind.ADD),
     **dict.fromkeys(
         _aten("div_ div mul_ mul _foreach_div_ _foreach_div _foreach_mul_ _foreach_mul clamp_ clamp"),
-        _always(Kind.SCALE),
+        Kind.SCALE,
     ),
-    **dict.fromkeys(_aten("_foreach_norm linalg_vector_norm"), _always(Kind.MEASURE)),
-    **dict.fromkeys(
-        _aten(
-            "fill_ zero_ _foreach_zero_ zeros zeros_like new_zeros ones ones_like new_ones",
-            "full full_like new_full",
-        ),
-        _always(Kind.FILL),
-    ),
+    **dict.fromkeys(_aten("_foreach_norm linalg_vector_norm"), Kind.MEASURE),
+    **dict.fromkeys(_aten("fill_ zero_ _foreach_zero_ zeros zeros_like new_zeros ones ones_like"), Kind.FILL),
+    **dict.fromkeys(_aten("new_ones full full_like new_full"), Kind.FILL),
 }
-"""Operators that move data without computing anything that a model needs."""
+"""Operators that move data without computing anything that a model needs; None: the dtypes tell the kind."""
 
 ARITHMETIC = frozenset(
     _aten(

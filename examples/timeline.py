@@ -1,6 +1,6 @@
 """A picture of one step: when it computes, when it communicates, and where it does both.
 
-In:   spans from `trace.py`.
+In:   a torch.profiler recording of one rank's step.
 Out:  a PNG, and a small JSON file from which it can be drawn again.
 
     compute         |GEMM|cast| attention |GEMM|      |GEMM|        colored by class
@@ -11,24 +11,16 @@ Out:  a PNG, and a small JSON file from which it can be drawn again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatfsdp.profiling.trace import (
-    ATTENTION,
-    COMMUNICATION,
-    GEMM,
-    MEMORY,
-    Interval,
-    Span,
-    collective_kind,
-    intersection,
-    kernel_class,
-    length,
-    union,
-)
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import profile
+
+from flatfsdp.profiling import ATTENTION, COMMUNICATION, GEMM, MEMORY, Interval, Span, kernel_class, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +31,56 @@ UNDER, ALONE = "communication under computation", "communication alone"
 OF_COMMUNICATION = {UNDER: "#59a14f", ALONE: COLORS[COMMUNICATION]}
 SHADE = "#f7e9a8"
 CLOSE_UP = 0.05
+
+
+COLLECTIVES = (
+    ("all-gather", r"all_?gather"),
+    ("reduce-scatter", r"reduce_?scatter"),
+    ("all-reduce", r"all_?reduce"),
+    ("send/recv", r"send|recv"),
+    ("broadcast", r"broadcast"),
+    ("copy between GPUs", r"memcpy ptop"),
+    ("barrier", r"barrier"),
+)
+"""Kinds of communication; the first pattern found in a name counts."""
+
+
+def collective_kind(span: Span) -> str:
+    """The kind of a span of communication, such as "all-gather", or "TP all-gather"."""
+    name = span.name.lower()
+    kind = next((found for found, pattern in COLLECTIVES if re.search(pattern, name)), "other")
+    return f"{span.group} {kind}".strip()
+
+
+def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
+    """Reads spans from a file of `export_chrome_trace`, which knows process groups, too.
+
+    Args:
+        chrome_trace: the file.
+        groups: names for process groups, by `ProcessGroup.group_name`.
+    """
+    events = json.loads(chrome_trace.read_text())["traceEvents"]
+    found = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, arguments = float(event["ts"]), event["args"]
+            group = groups.get(arguments.get("Process Group Name"), "")
+            found.append(Span(event["name"], start, start + float(event["dur"]), arguments["stream"], group))
+    return found
+
+
+def cpu_spans_of(recorded: profile) -> list[Span]:
+    """The outermost operators that ran on the CPU, for machines without a GPU."""
+    return [
+        Span(event.name, event.time_range.start, event.time_range.end, event.thread)
+        for event in recorded.events() or ()
+        if _is_operator(event) and not _is_operator(event.cpu_parent)
+    ]
+
+
+def _is_operator(event: FunctionEvent | None) -> bool:
+    """Whether it is neither a range nor a node of autograd."""
+    return event is not None and not event.is_async and re.match(r"\w+::|gloo:", event.name) is not None
 
 
 @dataclass(frozen=True)
@@ -110,6 +152,27 @@ def overlap_of(spans: Sequence[Span]) -> Overlap:
         sorted(tracks, key=lambda found: -length(found.busy)),
         track("all", (span for members in sent.values() for span in members)),
     )
+
+
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The intervals in which both run; arguments and result are those of `union`."""
+    found = []
+    a, b = 0, 0
+    while a < len(first) and b < len(second):
+        start, end = max(first[a].start, second[b].start), min(first[a].end, second[b].end)
+        if start < end:
+            found.append(Interval(start, end))
+        # The interval that ends first meets nothing more.
+        if first[a].end < second[b].end:
+            a += 1
+        else:
+            b += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The total length of the intervals."""
+    return sum(end - start for start, end in intervals)
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> None:
