@@ -17,11 +17,10 @@ from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.models import repeatable, same, same_trace
+from tests.support.models import FLAGS, repeatable, same, same_trace, update
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = NEEDS_GPU
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 @FLAGS
@@ -42,8 +41,7 @@ def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool)
                 model(batch, batch).backward()
             assert all(parameter.grad.is_cuda != cpu_offload for parameter in model.parameters())
             model.clip_grad_norm_(1e6)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         finals.append({k: v.cpu() for k, v in checkpoint.full_state_dict(model).items()})
         assert all(shard.isfinite().all() for shard in shards)
     assert same(list(finals[0].values()), list(finals[1].values()))
@@ -173,8 +171,7 @@ def test_a_step_never_waits_for_the_device(rank: int, flag: bool) -> None:
             for batch in microbatches(model, batches):
                 model(batch, batch).backward()
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
 
 def init_plain(module: nn.Module) -> None:

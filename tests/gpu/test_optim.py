@@ -11,7 +11,7 @@ from flatfsdp import Precision, microbatches
 from flatfsdp.optim import SGD, AdamW
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.gpu.models import BF16, SMALL, build, tokens
-from tests.support.models import repeatable, same
+from tests.support.models import repeatable, same, update
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
@@ -32,8 +32,7 @@ def trained(
             loss = model(batch, batch)
             loss.backward()
             losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 

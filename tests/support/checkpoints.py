@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import checkpoint
-from tests.support.models import Block, data
+from tests.support.models import Block, data, update
 
 FORMS = ["full", "rank 0", "sharded"]
 
@@ -68,8 +68,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """The same batch on all ranks, so that the result does not depend on their number."""
     ((tokens,),) = data(seed, 1, 1)
     model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
 
 
 def load_form(

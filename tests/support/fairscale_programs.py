@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp.compat.fairscale
-from tests.support.models import Block, Net, data, repeatable
+from tests.support.models import Block, Net, data, repeatable, update
 
 Build = Callable[[Any, torch.device, dict[str, Any]], nn.Module]
 State = dict[str, Tensor]
@@ -151,8 +151,7 @@ def train(
             seen.append(loss.detach().cpu())
         if norm_type is not None:
             seen.append(model.clip_grad_norm_(0.5, norm_type).detach().cpu())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return seen
 
 
@@ -173,8 +172,7 @@ def train_plain(
         if norm_type is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
             seen.append(norm.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return seen, model.state_dict()
 
 

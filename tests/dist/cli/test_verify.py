@@ -180,9 +180,7 @@ def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_for_ones_own_model_that_make_no_sense(
-    options: list[str], message: str, tmp_path: Path
-) -> None:
+def test_options_for_ones_own_model_that_make_no_sense(options: Any, message: str, tmp_path: Path) -> None:
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     result = runner.invoke(app, ["verify", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output

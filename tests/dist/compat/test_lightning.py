@@ -19,7 +19,7 @@ from flatfsdp.checkpoint import commit
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
-from tests.support.models import Trace, grads_of, same, same_trace
+from tests.support.models import Trace, grads_of, same, same_trace, update
 from tests.support.ranks import on_ranks, run_ranks
 
 lightning = pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
@@ -81,8 +81,7 @@ def train_plainly(model: FlatFSDP, rank: int) -> Trace:
             losses[-1].backward()
         grads += grads_of(model)
         model.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return trace(model, optimizer, losses, grads)
 
 
@@ -102,8 +101,7 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
                 fabric.backward(losses[-1])
         grads += grads_of(flat)
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return trace(flat, flat_optimizer, losses, grads)
 
 
@@ -140,8 +138,7 @@ class Run:
         for step in range(self.state["step"], until):
             for batch in microbatches(model, batches_of(step, self.rank)):
                 self.fabric.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             self.scheduler.step()
         self.state["step"] = until
 

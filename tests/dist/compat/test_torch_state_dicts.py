@@ -55,9 +55,7 @@ def test_with_offload_the_first_rank_alone_has_them(rank: int) -> None:
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["all ranks", "from rank 0"])
 @on_ranks(2)
-def test_loading_whole_state_dicts(
-    rank: int, options: StateDictOptions, together: bool, grouped: bool
-) -> None:
+def test_loading_whole_state_dicts(rank: int, options: Any, together: bool, grouped: bool) -> None:
     expected = full_state(*_trained(grouped))
     model = build(1)
     optimizer = adamw(model, grouped)

@@ -23,6 +23,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
 from tests.support.meshes import REPLICATED
+from tests.support.models import update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
@@ -158,8 +159,7 @@ def test_nothing_is_copied_in_or_out(world_size: int) -> None:
             with autocast(recipe=RECIPE):
                 loss = model(x).float().square().mean()
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     step()
     with CopyCounter(min_numel=4096) as counter:
@@ -354,8 +354,7 @@ def test_resuming_from_a_sharded_checkpoint(rank: int, own: bool, tmp_path: Path
         with autocast(recipe=RECIPE):
             loss = model(x).float().square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         return loss.detach()
 
     model = build(True, BF16, True)

@@ -15,11 +15,10 @@ from flatfsdp.engine.storage.main_grad import FEW
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import Trace, grads_of, same, same_trace, whole_grads
+from tests.support.models import FLAGS, Trace, grads_of, same, same_trace, update, whole_grads
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 VOCAB, WIDTH, FFN = 48, 32, 64
 SHORT = DelayedScaling(amax_history_len=4)
 RECIPES = {"high": None, "delayed": SHORT, "current": CurrentScaling(), "block": BlockScaling()}
@@ -117,8 +116,7 @@ def train(model: Any, rank: int, recipe: Any, caches: bool = False, steps: int =
     for step in range(steps):
         losses += backward(model, batches_of(rank, 3, step), recipe, caches)
         grads += grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     state = [v for p in model.parameters() for v in optimizer.state[p].values()]
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 

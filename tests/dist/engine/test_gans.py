@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, by_class, shard
 from tests.support.against_plain import assert_equal, average
-from tests.support.models import Block
+from tests.support.models import FLAGS, Block, plain_net
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 WIDTH = 20
 
@@ -78,8 +77,7 @@ def test_a_critic_is_frozen_in_the_steps_of_its_generator(
         "reshard_after_forward": reshard,
         "debug": Debug(poison_on_free=True),
     }
-    torch.manual_seed(0)
-    plain = Pair()
+    plain = plain_net(Pair)
     torch.manual_seed(0)
     pair: nn.Module = Pair()
     if one_root:

@@ -14,10 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from flatfsdp import Precision, by_class, microbatches, param_groups, shard
 from flatfsdp.engine.storage.shard_grad import plain
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.models import FLAGS, Block, Net, build, data, grads_of, plain_net, same
 from tests.support.ranks import on_ranks, run_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def step(model: Any, rank: int, count: int = 2, scale: float = 1.0) -> None:
@@ -131,8 +129,7 @@ def test_gradients_wider_than_their_parameters_are_in_main_grad(rank: int, flag:
 def test_parameter_groups_over_shards(flag: bool) -> None:
     """Per-parameter learning rates, over shards that end anywhere, equal the plain model's groups."""
     options = {"optimize_backward_concat": flag}
-    torch.manual_seed(0)
-    plain = Net()
+    plain = plain_net()
     torch.manual_seed(0)
     model = shard(Net(), by_class(Block), **options)
     groups = [
@@ -160,8 +157,7 @@ def test_parameter_groups_over_shards(flag: bool) -> None:
         ours.step()
         theirs.step()
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-5, atol=1e-6)
     model.zero_grad()
     assert all(p.grad is None for group in ours.param_groups for p in group["params"])
 

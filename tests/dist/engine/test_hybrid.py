@@ -10,11 +10,20 @@ import torch.distributed as dist
 
 from flatfsdp import Precision, microbatches
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.models import build, data, grads_of, same, same_trace, train, train_unsharded
+from tests.support.models import (
+    FLAGS,
+    backward,
+    build,
+    data,
+    grads_of,
+    same,
+    same_trace,
+    train,
+    train_unsharded,
+)
 from tests.support.plain_layers import error
 from tests.support.ranks import cached_in_file, on_ranks, run_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 POLICIES = pytest.mark.parametrize(
     "options",
     [
@@ -47,9 +56,7 @@ def test_flag_on_equals_flag_off(rank: int, compute: torch.dtype, options: dict[
 @FLAGS
 @POLICIES
 @on_ranks(4)
-def test_fp32_equals_the_unsharded_model(
-    rank: int, world_size: int, options: dict[str, Any], flag: bool
-) -> None:
+def test_fp32_equals_the_unsharded_model(rank: int, world_size: int, options: Any, flag: bool) -> None:
     options = {**options, "optimize_backward_concat": flag}
     losses, expected = train_unsharded(world_size)
     model = build(mesh=mesh(), **options)
@@ -62,8 +69,7 @@ def test_fp32_equals_the_unsharded_model(
 
 
 def one_step(model: Any, batches: list[torch.Tensor]) -> None:
-    for tokens in microbatches(model, batches):
-        model(tokens).backward()
+    backward(model, batches)
 
 
 @FLAGS

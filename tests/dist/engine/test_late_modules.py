@@ -77,9 +77,7 @@ def _fewer_blocks(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [_without_head, _none, _fewer_blocks], ids=lambda c: c.__name__.strip("_"))
 @on_ranks(2)
-def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(
-    rank: int, change: Callable[[Any], None]
-) -> None:
+def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(change: Callable[[Any], None]) -> None:
     model = build()
     with pytest.raises(TypeError, match="is replaced in a unit that is built already"):
         change(model)

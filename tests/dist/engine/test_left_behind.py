@@ -9,10 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, by_class, shard
 from tests.support.left_behind import OUTSIDE, PLACES, Gated, Model, check, inputs, loss_of
-from tests.support.models import whole_grads
+from tests.support.models import FLAGS, whole_grads
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 @FLAGS

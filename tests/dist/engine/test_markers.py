@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import flatfsdp.optim
 from flatfsdp import by_class, microbatches, shard
-from tests.support.models import Block, Net, data
+from tests.support.models import Block, Net, backward, data, update
 from tests.support.ranks import on_ranks
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -64,8 +64,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> dict[str, Tensor]:
-    for tokens in microbatches(model, batches):
-        model(tokens).backward()
+    backward(model, batches)
     optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -73,9 +72,7 @@ def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tens
 @pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @LEAVE
 @on_ranks(1, 2)
-def test_a_step_that_was_left_raises_in_the_optimizer(
-    rank: int, leave: Callable[[Any, list[Tensor]], None], flag: bool
-) -> None:
+def test_a_step_that_was_left_raises_in_the_optimizer(rank: int, leave: Any, flag: bool) -> None:
     """And moves nothing; `zero_grad()` drops what was accumulated, and the next step is a clean one."""
     left, good = data(rank, 2, 3)
     for number, make in enumerate(OPTIMIZERS):
@@ -97,9 +94,7 @@ def test_a_step_that_was_left_raises_in_the_optimizer(
 
 @LEAVE
 @on_ranks(1, 2)
-def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
-    rank: int, leave: Callable[[Any, list[Tensor]], None]
-) -> None:
+def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(rank: int, leave: Any) -> None:
     (left,) = data(rank, 1, 3)
     model = build()
     leave(model, left)
@@ -114,9 +109,7 @@ def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
 
 @LEAVE
 @on_ranks(2)
-def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
-    rank: int, leave: Callable[[Any, list[Tensor]], None]
-) -> None:
+def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(rank: int, leave: Any) -> None:
     """`zero_grad()` of the model, as of the optimizer, where a reduced gradient was there before."""
     first, left, good = data(rank, 3, 3)
     for of_model, to_none in ((True, False), (False, True), (False, False)):
@@ -155,8 +148,7 @@ def test_a_compiled_step_is_the_eager_one(bias: bool) -> None:
     finally:
         torch._dynamo.reset()
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
+    torch.testing.assert_close(state, plain.state_dict())
 
 
 @on_ranks(1, 2)
@@ -199,8 +191,7 @@ def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
         for batches in data(rank, 2, 1):
             model(batches[0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
         assert {type(buffer) for buffer in buffers} == {Tensor}
 

@@ -21,6 +21,7 @@ from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import SHORT, seeded
+from tests.support.models import update
 from tests.support.ranks import on_ranks
 from tests.support.replaying.cases import CASES, Case, Plain, batch, net
 from tests.support.replaying.search import replays_of
@@ -71,8 +72,7 @@ def test_other_shapes_are_recordings_of_their_own(rank: int) -> None:
         for index, tokens in enumerate(itertools.chain([8] * 5, [16] * 5, [8, 24, 16, 8])):
             for x in microbatches(model, [batch(rank, index, m, tokens) for m in range(2)]):
                 losses.append(step(x))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return losses, step
 
     expected, _ = run(False)
@@ -95,8 +95,7 @@ def test_what_is_recorded_before_there_are_scales_is_not_replayed_later(rank: in
             with autocast(recipe=SHORT):
                 for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
                     losses.append(step(x * torch.nan if index == 0 else x))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         assert optimizer.skipped_steps == 1
         return losses[case.count :], step
 
@@ -122,8 +121,7 @@ def test_nothing_that_a_microbatch_changes_is_forgotten(rank: int) -> None:
                 for index in range(5):
                     for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
                         step(x)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(optimizer)
                 batches = microbatches(model, [batch(rank, 9, m) for m in range(case.count)])
                 step(next(batches))
             models.append((model, batches))
@@ -153,8 +151,7 @@ def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
             for x in microbatches(model, [batch(rank, index, m) for m in range(2)]):
                 step(x)
             keep(index, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert kept and all(torch.equal(plain(grad), then) for grad, then in kept)
 
 
@@ -183,8 +180,7 @@ def test_gradients_are_zeroed_between_microbatches(rank: int, reshard: bool) -> 
                 if index == 6 and m == 0:
                     optimizer.zero_grad()
             found += [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return found
 
     in_both_ways(case, rank, train)

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from flatfsdp import Debug, by_class, microbatches, shard
-from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.models import FLAGS, RESHARD, Block, Net, backward, build, data, grads_of, same
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 
 
 def step(model: Any, batches: list[Tensor]) -> list[Tensor]:
-    for tokens in microbatches(model, batches):
-        model(tokens).backward()
+    backward(model, batches)
     return grads_of(model)
 
 
@@ -163,8 +159,7 @@ def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: 
     with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
         torch.optim.SGD(model.parameters()).step()
     for m in (model, fresh):
-        for tokens in microbatches(m, clean):
-            m(tokens).backward()
+        backward(m, clean)
     assert same(grads_of(model), grads_of(fresh))
 
 
@@ -262,8 +257,7 @@ def test_a_loop_that_another_one_replaces_has_lost_its_gradients(
     model = build(grad_sync=grad_sync)
     kept = microbatches(model, batches)
     model(next(kept)).backward()
-    for batch in microbatches(model, batches):
-        model(batch).backward()
+    backward(model, batches)
     assert caplog.text.count("those of 1 backwards are dropped") == 1
     caplog.clear()
     kept.close()

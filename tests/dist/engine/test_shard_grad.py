@@ -17,8 +17,8 @@ from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.engine.storage import grad_norms
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.against_plain import average, plain_net
-from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.against_plain import average
+from tests.support.models import Block, Net, backward, build, data, grads_of, plain_net, same, update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
@@ -28,8 +28,7 @@ Parameters = dict[str, nn.Parameter]
 def trained(rank: int, world_size: int, **options: Any) -> tuple[Any, Parameters, Parameters]:
     """A model after a backward, its shards, and the parameters of a plain model with the same gradients."""
     model = build(**options)
-    torch.manual_seed(0)
-    plain = Net()
+    plain = plain_net()
     for other in range(world_size):
         ((tokens,),) = data(other, 1, 1)
         (plain(tokens) / world_size).backward()
@@ -69,9 +68,7 @@ def clipped(rank: int, world_size: int, norm_type: float, foreach: bool | None, 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_clipping_as_of_a_plain_model(
-    world_size: int, norm_type: float, foreach: bool | None, part: str
-) -> None:
+def test_clipping_as_of_a_plain_model(world_size: int, norm_type: float, foreach: Any, part: str) -> None:
     norms = run_ranks(world_size, clipped, norm_type, foreach, part)
     assert same(norms, norms[:1] * world_size)
 
@@ -334,8 +331,7 @@ def test_torch_optimizers_over_shards(rank: int, which: int) -> None:
                 net(tokens).backward()
         average(plain)
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-6, atol=1e-6)
 
 
@@ -351,16 +347,13 @@ def test_hooks_of_shards_run_once_their_gradients_are_there(rank: int) -> None:
     def hook(view: nn.Parameter) -> None:
         assert not torch.is_grad_enabled()
         calls.append(view)
-        own[view].step()
-        own[view].zero_grad()
+        update(own[view])
 
     handles = [view.register_post_accumulate_grad_hook(hook) for view in views.values()]
     for batches in data(rank, 3, 2):
         for model in (whole, viewed):
-            for tokens in microbatches(model, batches):
-                model(tokens).backward()
-        reference.step()
-        reference.zero_grad()
+            backward(model, batches)
+        update(reference)
         assert len(calls) == len(set(calls)) == len(views)
         calls.clear()
         masters = ([group.master.flat for _, group in named_groups(model)] for model in (whole, viewed))

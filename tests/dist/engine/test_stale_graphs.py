@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from flatfsdp import Precision, param_groups, shard
 from flatfsdp.optim import AdamW
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, grads_of, same, whole_grads
+from tests.support.models import FLAGS, build, data, grads_of, same, whole_grads
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 
 

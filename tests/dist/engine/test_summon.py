@@ -11,10 +11,8 @@ from torch import nn
 
 from flatfsdp import by_class, microbatches, shard
 from flatfsdp.checkpoint import full_state_dict
-from tests.support.models import Block, Net, data, grads_of, same
+from tests.support.models import FLAGS, Block, Net, data, grads_of, same
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def tied_net() -> Net:
@@ -67,9 +65,7 @@ def change(model: nn.Module) -> None:
 @FLAGS
 @pytest.mark.parametrize("options", [{}, {"rank0_only": True, "offload_to_cpu": True}], ids=["all", "rank 0"])
 @on_ranks(1, 2, 4)
-def test_changes_are_written_back_or_not(
-    rank: int, world_size: int, options: dict[str, Any], flag: bool
-) -> None:
+def test_changes_are_written_back_or_not(rank: int, world_size: int, options: Any, flag: bool) -> None:
     mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
     model, plain = pair(optimize_backward_concat=flag, **mesh)
     before = full_state_dict(model)

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import Precision, checkpoint, microbatches, param_groups, shard
+from flatfsdp import Precision, checkpoint, param_groups, shard
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT
 from flatfsdp.layers import Linear, RMSNorm
-from tests.support.models import Trace, data, same_trace, whole_grads
+from tests.support.models import Trace, backward, data, plain_net, same_trace, update, whole_grads
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh
@@ -34,20 +34,15 @@ def train(model: Any, replica: int) -> tuple[Trace, dict[str, Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads, first = [], [], {}
     for batches in data(replica, STEPS, COUNT):
-        for tokens in microbatches(model, batches):
-            loss = model(tokens)
-            loss.backward()
-            losses.append(loss.detach())
+        losses += backward(model, batches)
         grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         first = first or whole_grads(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], []), first
 
 
 def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = ParallelNet()
+    model = plain_net(ParallelNet)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, first = [], {}
     for of_step in zip(*(data(r, STEPS, COUNT) for r in range(replicas)), strict=True):
@@ -58,8 +53,7 @@ def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dic
                 if owner == replica:
                     losses.append(loss.detach())
         first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, first
 
 
@@ -77,9 +71,7 @@ def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dic
     ids=["zero3", "zero2-every", "replicated", "factors", "hybrid-every", "tp4-offload", "bf16"],
 )
 @on_ranks(4)
-def test_flag_off_on_fused_and_one_process_agree(
-    world_size: int, sizes: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_flag_off_on_fused_and_one_process_agree(world_size: int, sizes: Any, options: Any) -> None:
     mesh = tp_mesh(*sizes)
     replica, replicas = data_rank(mesh), world_size // mesh["tp"].size()
     factors = options.pop("factors", None)
@@ -110,8 +102,7 @@ def test_a_unit_is_gathered_in_one_launch_and_partial_gradients_are_summed_once(
     assert placements == Counter([("", Placement.EQUAL), *of_blocks])
     ((*batches,),) = data(data_rank(mesh), 1, 3)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for tokens in microbatches(model, batches):
-            model(tokens).backward()
+        backward(model, batches)
     # One launch a unit, however many groups it has; gains are summed over tp_group once a step.
     units, passes = 3, len(batches)
     assert model.fsdp_state.shared.ledger.calls["reduce"] == units * passes

@@ -7,18 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp import Debug, Precision, by_class, checkpoint, param_groups, shard
 from flatfsdp.engine.whole.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
-from tests.support.against_plain import assert_equal, average, plain_net
+from tests.support.against_plain import assert_equal, average
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, RecomputedNet, build, data, flat, whole_grads
+from tests.support.models import (
+    FLAGS,
+    Block,
+    Net,
+    RecomputedNet,
+    Skipping,
+    build,
+    data,
+    flat,
+    plain_net,
+    update,
+    whole_grads,
+)
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 
 
@@ -85,10 +96,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
                 model.fsdp_state.shared.ledger.bytes[traffic] == fresh.fsdp_state.shared.ledger.bytes[traffic]
             ), traffic
         model.fsdp_state.shared.ledger.reset()
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
+        update(ours, theirs)
         assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
 
 
@@ -189,18 +197,6 @@ def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, resha
             check_like_plain(model, plain)
 
 
-class Skipping(Net):
-    """Ranks leave out different blocks."""
-
-    skips = -1
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
-            x = x if index == self.skips else block(x)
-        return self.head(x)
-
-
 @FLAGS
 @on_ranks(2)
 def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: int, flag: bool) -> None:
@@ -286,8 +282,7 @@ def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     full = checkpoint.full_optimizer_state_dict(model, optimizer)
     model.blocks[1].requires_grad_(False)
     checkpoint.save(folder, model, optimizer)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import flatfsdp.optim
 from flatfsdp import Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, whole_grads
+from tests.support.models import FLAGS, build, data, whole_grads
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 SYNC = pytest.mark.parametrize("sync", ["last", "every"])
 
 BF16 = torch.bfloat16

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import by_class, shard
-from tests.support.models import Block, Net, data
+from tests.support.models import FLAGS, Block, Net, data
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 MESSAGE = r"blocks\.0\.up\.weight.* was written to as an attribute.*summon_full_params"
 
 

@@ -26,12 +26,9 @@ from tests.support.fp8_layers import (
 )
 from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.support.meshes import REPLICATED
-from tests.support.models import same
+from tests.support.models import FLAGS, same, update
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-
 
 # ---- reductions --------------------------------------------------------------------------------------------
 
@@ -182,9 +179,7 @@ def test_a_rank_without_tokens(rank: int) -> None:
     ids=["zero3", "zero2", "dp", "off", "poisoned"],
 )
 @on_ranks(2)
-def test_two_ranks_are_one_process_with_both_batches(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_two_ranks_are_one_process_with_both_batches(rank: int, world_size: int, options: Any) -> None:
     """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
     model, plain = build(**options), seeded(Stack)
     parameters = list(plain.parameters())
@@ -194,8 +189,7 @@ def test_two_ranks_are_one_process_with_both_batches(
         with autocast(recipe=SHORT):
             loss = model(batch(rank, step) * 2.0**step).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with autocast(recipe=SHORT, amax_reduction_group=alone):
             losses = [plain(batch(r, step) * 2.0**step).square().mean() for r in range(world_size)]
         sum(losses).backward()

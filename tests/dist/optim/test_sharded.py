@@ -19,7 +19,7 @@ from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data, same
+from tests.support.models import Block, Net, build, data, plain_net, same, update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, batches
 from tests.support.stored_weights import build as build_fp8
@@ -36,8 +36,7 @@ def backward(model: Any, rank: int, seed: int) -> None:
 def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for seed in steps:
         backward(model, rank, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def values(model: Any) -> list[Tensor]:
@@ -107,18 +106,15 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
     )
     for seed in range(3):
         backward(model, rank, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         for other in range(world_size):
             ((tokens,),) = data(other + 10 * seed, 1, 1)
             (plain(tokens) / world_size).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        reference.step()
-        reference.zero_grad()
+        update(reference)
         torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(4)
@@ -182,8 +178,7 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
             if index > 0:
                 check_ledger(model, is_told)
             model.fsdp_state.shared.ledger.reset()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         results.append([*losses, *values(model)])
     assert same(*results)
 
@@ -199,10 +194,7 @@ def test_gradients_of_another_dtype(rank: int) -> None:
             backward(model, rank, seed)
         for parameter in theirs.parameters():
             parameter.grad, parameter.main_grad = parameter.main_grad.float(), None
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        update(optimizer, reference)
         assert all(parameter.main_grad is None for parameter in ours.parameters())
     assert same(list(ours.parameters()), list(theirs.parameters()))
 
@@ -285,8 +277,7 @@ def test_state_is_exchanged_with_pytorchs_adamw() -> None:
     optimizer = optimizer_of(model)
     train(model, optimizer, 0, range(2))
     state = checkpoint.full_optimizer_state_dict(model, optimizer)
-    torch.manual_seed(0)
-    plain = Net()
+    plain = plain_net()
     named = dict(plain.named_parameters())
     assert set(state["state"]) == set(named)
     for name, parameter in named.items():

@@ -13,7 +13,7 @@ from flatfsdp import Precision
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.parallel import FlatStage
-from tests.support.models import same
+from tests.support.models import FLAGS, RESHARD, same, update
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks
@@ -21,8 +21,6 @@ from tests.support.ranks import on_ranks
 SCHEDULES = pytest.mark.parametrize(
     "schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda s: s.__name__
 )
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 BF16 = Precision(compute=torch.bfloat16)
 
 
@@ -42,8 +40,7 @@ def train(pipeline: Pipeline) -> Trace:
         losses += pipeline.step(tokens)
         grads += pipeline.grads()
         first = first or pipeline.named_grads()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trace(losses, grads, first, [p.detach().clone() for p in flats])
 
 
@@ -60,8 +57,7 @@ def train_in_one_process(replica: int, dp: int) -> tuple[list[Tensor], dict[str,
                 if owner == replica:
                     losses.append(loss.detach())
         first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, first
 
 

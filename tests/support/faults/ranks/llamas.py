@@ -18,6 +18,7 @@ from flatfsdp.layers import Linear
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from tests.support.faults.ranks.program import OwnError
+from tests.support.models import update
 
 Where = Literal["pp", "tp"]
 Difference = Literal[
@@ -66,8 +67,7 @@ def run_llama(rank: int, where: Where, difference: Difference, losses: list[floa
             for _ in range(steps["microbatches"])
         ]
         losses += [loss.item() for loss in model.forward_backward(batches)]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _raise_own(*_: Any) -> None:
@@ -89,5 +89,4 @@ def run_autocast(rank: int, losses: list[float]) -> None:
             loss = model(torch.ones(16, 32)).square().mean()
         loss.backward()
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
