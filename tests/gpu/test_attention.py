@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+from tests.support.gpu.marks import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
 
 PLAIN = "torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)"
 OURS = "attention(x, x, x, None, is_causal=True, dropout=0.0, scale=None)"

@@ -41,10 +41,7 @@ def build(mesh: ParallelMesh, recipe: Any = None, *, replicates: bool = False, *
     )
     options["mesh"] = replicating(mesh.dp_group) if replicates else mesh.dp
     return auto_wrap(
-        llama,
-        by_class(TransformerLayer),
-        **split,
-        **{"optimize_backward_concat": False, **options},
+        llama, by_class(TransformerLayer), **split, **{"optimize_backward_concat": False, **options}
     )
 
 

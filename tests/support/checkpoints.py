@@ -71,6 +71,17 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     update(optimizer)
 
 
+def trained(
+    steps: int, seed: int = 0, grouped: bool = False, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and its optimizer after this many steps, with the seeds 0, 1, ..."""
+    model = build(seed, **options)
+    optimizer = adamw(model, grouped)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
 def load_form(
     form: str, folder: str, model: Any, optimizer: torch.optim.Optimizer, rank: int
 ) -> dict[str, Any]:

@@ -50,10 +50,7 @@ def trained(layer: nn.Module) -> nn.Module:
 
 
 def same_gradients(
-    ours: Callable[..., Tensor],
-    expected: Callable[..., Tensor],
-    inputs: Iterable[Tensor],
-    bound: float,
+    ours: Callable[..., Tensor], expected: Callable[..., Tensor], inputs: Iterable[Tensor], bound: float
 ) -> None:
     """Compares results and gradients of all inputs, the latter for a random gradient of the result."""
     inputs = list(inputs)

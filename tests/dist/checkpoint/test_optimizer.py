@@ -12,7 +12,7 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import Precision, by_class, checkpoint, shard
-from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step
+from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step, trained
 from tests.support.models import Block, Net, plain_net, update
 from tests.support.ranks import on_ranks
 
@@ -91,9 +91,7 @@ def test_every_portion_counts_its_own_steps() -> None:
 
 @on_ranks(2)
 def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1)
     before = full_state(model, optimizer)
     bad = {**before["model"], "cube": 3} if rank == 0 else {}
     with pytest.raises(RuntimeError, match="cube is no tensor, but int"):
@@ -110,23 +108,20 @@ def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
 @on_ranks(2)
 def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
     """A layer that was frozen joins as a group of its own; the others keep their state."""
-    folder = str(tmp_path)
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
-    checkpoint.save(folder, model, optimizer)
+    model, optimizer = trained(1)
+    checkpoint.save(tmp_path, model, optimizer)
     before = full_state(model, optimizer)
     net = plain_net(Model)
     net.frozen.requires_grad_(True)
     model = flatfsdp.shard(net, flatfsdp.by_class(Block))
     joining = ["frozen.weight", "frozen.bias"]
     with pytest.raises(ValueError, match="that were frozen then into groups of their own"):
-        checkpoint.load(folder, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     optimizer = torch.optim.AdamW(
         flatfsdp.param_groups(model, [{"params": joining, "lr": 0.5}]), lr=0.1, weight_decay=0.0
     )
     for load_state in (
-        lambda: checkpoint.load(folder, model, optimizer),
+        lambda: checkpoint.load(tmp_path, model, optimizer),
         lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, before["optimizer"]),
     ):
         load_state()
@@ -145,20 +140,18 @@ def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
     """A learning rate that is a tensor, as capturable optimizers have."""
-    folder = str(tmp_path)
     model = build(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
     step(model, optimizer, 0)
-    checkpoint.save(folder, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     resumed = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-    checkpoint.load(folder, model, resumed)
+    checkpoint.load(tmp_path, model, resumed)
     assert resumed.param_groups[0]["lr"] == 0.25
 
 
 @on_ranks(3)
 def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path) -> None:
     """The last rank has none of 20 elements in shards of 16."""
-    folder = str(tmp_path)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
 
     def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -173,14 +166,14 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
 
     model, optimizer = made()
     trained(model, optimizer, 2)
-    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    checkpoint.save(tmp_path / "sharded", model, optimizer)
     if (state := full_state(model, optimizer)) and rank == 0:
-        torch.save(state, f"{folder}/full.pt")
+        torch.save(state, f"{tmp_path}/full.pt")
     dist.barrier()
     trained(model, optimizer, 1)
     for form in FORMS:
         other, its_optimizer = made()
-        load_form(form, folder, other, its_optimizer, rank)
+        load_form(form, tmp_path, other, its_optimizer, rank)
         trained(other, its_optimizer, 1)
         assert all(map(torch.equal, model.parameters(), other.parameters())), form
         for parameter, other_parameter in zip(model.parameters(), other.parameters(), strict=True):

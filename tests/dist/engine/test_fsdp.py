@@ -13,14 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
-from flatfsdp import (
-    FlatFSDP,
-    FlattenParamsWrapper,
-    Precision,
-    auto_wrap,
-    by_class,
-    by_size,
-)
+from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, by_size
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import make_mesh
 from tests.support.meshes import REPLICATED, replicating

@@ -87,9 +87,7 @@ def _train(model: nn.Module, rank: int) -> None:
 def test_an_engine_around_the_model_is_refused_and_changes_nothing(rank: int, engine: Any) -> None:
     for model in (build(), auto_wrap(Net(), by_class(Block, nn.Linear))):
         before = _shards(model)
-        with pytest.raises(
-            ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prep"
-        ):
+        with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prep"):
             engine(model)
         assert same(_shards(model), before)
         _train(model, rank)
@@ -155,10 +153,7 @@ def test_functional_call_is_refused_with_other_shards_and_with_whole_parameters(
     model = build()
     for make, error in (
         (torch.zeros_like, r"parameter embedding\.weight was replaced after sharding"),
-        (
-            lambda view: torch.zeros(whole_shape(view)),
-            r"functional_call, .*: call it with a plain copy",
-        ),
+        (lambda view: torch.zeros(whole_shape(view)), r"functional_call, .*: call it with a plain copy"),
     ):
         values = {name: make(view) for name, view in model.named_parameters()}
         with pytest.raises(RuntimeError, match=error):

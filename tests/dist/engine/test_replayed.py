@@ -37,6 +37,13 @@ def compare(case: Case, rank: int, steps: Sequence[Step]) -> Replayed[Any, Any]:
     return found.step
 
 
+def run_steps(model: Any, step: Callable[[Tensor], Any], rank: int, count: int = 5) -> None:
+    """Steps of one microbatch, without an optimizer."""
+    for index in range(count):
+        step(batch(rank, index, 0))
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @on_ranks(2)
 def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
@@ -238,9 +245,8 @@ def test_arguments_that_always_change_are_not_kept(rank: int) -> None:
     with taped():
         model = Case("", True, 1).model()
         step = replayed(model, function)
-        for index in range(30):
-            step(batch(rank, index, 0), 1.0 + index)
-            model.zero_grad()
+        scales = itertools.count(1.0)
+        run_steps(model, lambda x: step(x, next(scales)), rank, 30)
     assert step.replays == 0 and len(step._seen) <= 13
 
 
@@ -267,9 +273,7 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
     with taped():
         model = shard(net(), by_class(Plain), mesh=DeviceMesh.from_group(group, "cpu"))
         step = replayed(model, case.microbatch(model))
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         recording = next(seen.recording for seen in step._seen.values())
         assert recording is not None and recording[1]._graph._calls
         dist.barrier()
@@ -289,14 +293,8 @@ def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int, backwards
         losses = [run(x) for _ in range(backwards)]
         return losses[0].item() if backwards == 1 else losses
 
-    def steps() -> None:
-        step = replayed(model, function)
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
-
     with taped(), pytest.raises(RuntimeError, match="cannot be recorded as a CUDA graph"):
-        steps()
+        run_steps(model, replayed(model, function), rank)
     model.zero_grad()
     model(batch(rank, 0, 0)).sum().backward()
 
@@ -308,12 +306,8 @@ def test_hooks_keep_microbatches_eager(rank: int) -> None:
         model = case.model()
         handle = model[0].up.register_forward_hook(lambda *_: calls.append(1))
         step = replayed(model, case.microbatch(model))
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         assert step.replays == 0 and len(calls) == 5
         handle.remove()
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         assert step.replays > 0

@@ -11,16 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from flatfsdp import (
-    Debug,
-    FlatFSDP,
-    Precision,
-    auto_wrap,
-    by_class,
-    checkpoint,
-    param_groups,
-    shard,
-)
+from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups, shard
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.whole.units import units_in
 from tests.support import stored_weights
@@ -208,7 +199,7 @@ def test_methods_reach_the_modules_inside() -> None:
     assert model.to("cpu") is model and model.float() is model
     before = dict(model.state_dict())
     for refused in (model.double, lambda: model.to(torch.bfloat16), lambda: model.blocks[0].half()):
-        with pytest.raises(TypeError, match="cannot be moved or converted.*pass device= and precision="):
+        with pytest.raises(TypeError, match=r"cannot be moved or converted.*pass device= and precision="):
             refused()
     for unit in (model, model.blocks[0]):
         with pytest.raises(TypeError, match=r"Delete to_empty\(\)"):

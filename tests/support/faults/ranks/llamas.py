@@ -22,15 +22,7 @@ from tests.support.models import update
 
 Where = Literal["pp", "tp"]
 Difference = Literal[
-    "hidden",
-    "layers",
-    "ffn",
-    "seq",
-    "batch",
-    "microbatches",
-    "killed",
-    "raises",
-    "skips a step",
+    "hidden", "layers", "ffn", "seq", "batch", "microbatches", "killed", "raises", "skips a step"
 ]
 
 CONFIG = LlamaConfig(vocab=32, hidden=32, layers=2, heads=2, kv_heads=2, ffn=64, seq=16)
