@@ -91,29 +91,30 @@ def automatically(api: Any, device: torch.device, options: dict[str, Any]) -> nn
         return api.auto_wrap(Net().to(device))
 
 
-def checkpoint_in_unit(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    net = Net().to(device)
+def with_blocks(net: Net, wrap: Callable[[nn.Module], nn.Module]) -> Net:
+    """The net, with each block replaced by what `wrap` makes of it."""
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.FullyShardedDataParallel(api.checkpoint_wrapper(block), **options)
-    return api.FullyShardedDataParallel(net, **options)
+        net.blocks[index] = wrap(block)
+    return net
+
+
+def checkpoint_in_unit(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
+    unit = partial(api.FullyShardedDataParallel, **options)
+    return unit(with_blocks(Net().to(device), lambda block: unit(api.checkpoint_wrapper(block))))
 
 
 def unit_in_checkpoint(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    net = Net().to(device)
-    for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.checkpoint_wrapper(
-            api.FullyShardedDataParallel(block, **options), offload_to_cpu=True
-        )
-    return api.FullyShardedDataParallel(net, **options)
+    unit = partial(api.FullyShardedDataParallel, **options)
+    offloaded = partial(api.checkpoint_wrapper, offload_to_cpu=True)
+    return unit(with_blocks(Net().to(device), lambda block: offloaded(unit(block))))
 
 
 def tied_and_frozen(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
     net = Net().to(device)
     net.head.weight = net.embedding.weight
     net.blocks[1].requires_grad_(False)
-    for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.FullyShardedDataParallel(block, **options)
-    return api.FullyShardedDataParallel(net, **options)
+    unit = partial(api.FullyShardedDataParallel, **options)
+    return unit(with_blocks(net, unit))
 
 
 BUILDS: list[Build] = [by_hand, automatically, checkpoint_in_unit, unit_in_checkpoint, tied_and_frozen]

@@ -24,6 +24,12 @@ EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Relative errors that rounding explains."""
 
 
+def assert_near(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5) -> None:
+    """Relative errors, of all that ours have."""
+    for name, value in ours.items():
+        assert error(value, expected[name]) < bound, name
+
+
 def error(ours: Tensor, expected: Tensor) -> float:
     """Relative error in the Frobenius norm; absolute if expected values are 0 except for rounding."""
     assert ours.shape == expected.shape

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatfsdp import by_class, microbatches, shard
 from flatfsdp.checkpoint import full_state_dict
-from tests.support.models import FLAGS, Block, Net, data, grads_of, same
+from tests.support.models import FLAGS, Block, Net, data, each_policy, grads_of, plain_net, same
 from tests.support.ranks import on_ranks
 
 
@@ -25,11 +25,8 @@ def tied_net() -> Net:
 
 def pair(seed: int = 0, **options: Any) -> tuple[Any, nn.Module]:
     """A sharded model, and a plain copy."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        models.append(tied_net())
-    return shard(models[0], by_class(Block), **options), models[1]
+    net, plain = (plain_net(tied_net, seed) for _ in range(2))
+    return shard(net, by_class(Block), **options), plain
 
 
 @FLAGS
@@ -140,12 +137,10 @@ def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> N
         loss.backward()
 
 
-@FLAGS
-@pytest.mark.parametrize("reshard", [False, True])
+@each_policy
 @on_ranks(2)
-def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, reshard: bool) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    (model, _), (other, _) = pair(**options), pair(**options)
+def test_summoning_between_microbatches_keeps_gradients(rank: int, policy: Any) -> None:
+    (model, _), (other, _) = pair(**policy), pair(**policy)
     ((*batches,),) = data(rank, 1, 3)
     for m in (model, other):
         for tokens in microbatches(m, batches):

@@ -13,14 +13,13 @@ from flatfsdp import Precision
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.parallel import FlatStage
+from tests.support.against_plain import assert_equal
 from tests.support.models import FLAGS, RESHARD, same, update
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of
-from tests.support.plain_layers import error
+from tests.support.plain_layers import assert_near
 from tests.support.ranks import on_ranks
 
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda s: s.__name__
-)
+SCHEDULES = pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 BF16 = Precision(compute=torch.bfloat16)
 
 
@@ -89,8 +88,7 @@ def test_flag_off_on_and_one_process_agree(
     if on.losses:
         torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert on.named_grads.keys() < grads.keys()
-    for name, grad in on.named_grads.items():
-        assert error(grad, grads[name]) < 1e-5, name
+    assert_near(on.named_grads, grads)
 
 
 @on_ranks(4)
@@ -106,10 +104,8 @@ def test_policies_given_shapes_and_wrapping_change_nothing(rank: int, world_size
         )
     ]
     assert same(traces[0].grads, traces[1].grads)
-    for name, grad in traces[2].named_grads.items():
-        assert torch.equal(grad, traces[0].named_grads[name]), name
-    for name, grad in traces[3].named_grads.items():
-        torch.testing.assert_close(grad, traces[0].named_grads[name], rtol=1e-5, atol=1e-8)
+    assert_equal(traces[2].named_grads, traces[0].named_grads)
+    torch.testing.assert_close(traces[3].named_grads, traces[0].named_grads, rtol=1e-5, atol=1e-8)
 
 
 class Probe(FlatStage):

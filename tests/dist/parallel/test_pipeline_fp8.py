@@ -27,9 +27,7 @@ from tests.support.ranks import on_ranks
 
 MICROBATCHES, STEPS = 4, 2
 DELAYED, CURRENT = DelayedScaling(amax_history_len=4), CurrentScaling()
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda each: each.__name__
-)
+SCHEDULES = pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B])
 
 
 class Part(nn.Module):
