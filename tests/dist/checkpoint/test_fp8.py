@@ -35,15 +35,11 @@ KINDS = pytest.mark.parametrize("kind", ["full", "from_rank0", "sharded", "local
 
 
 @KINDS
-@pytest.mark.parametrize(
-    ("ran_before", "length"),
-    [("", 4), ("same", 4), ("other-length", 4), ("", 2), ("", 9)],
-)
+@pytest.mark.parametrize("into", [("", 4), ("same", 4), ("other-length", 4), ("", 2), ("", 9)])
 @on_ranks(2)
-def test_resume_is_the_uninterrupted_run(
-    rank: int, kind: str, ran_before: str, length: int, tmp_path: Path
-) -> None:
+def test_resume_is_the_uninterrupted_run(rank: int, kind: str, into: tuple[str, int], tmp_path: Path) -> None:
     """Into a model that has run or not, and with the same or another length of histories."""
+    ran_before, length = into
     model, other = build(), build(seed=9, flag=False)
     train(model, rank, recipe=SHORT)
     if ran_before:
