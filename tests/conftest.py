@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -76,6 +77,15 @@ def _own_groups() -> Iterator[None]:
     yield
     if "tests.support.ranks" in sys.modules:
         sys.modules["tests.support.ranks"].end_groups()
+
+
+@pytest.fixture
+def policy(flag: bool, reshard: bool) -> dict[str, Any]:
+    """See `each_policy` of `tests/support/models.py`; what is freed too early reads as NaN."""
+    from flatfsdp import Debug
+
+    debug = Debug(poison_on_free=True)
+    return {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "debug": debug}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

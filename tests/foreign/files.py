@@ -20,10 +20,7 @@ PYTORCH = [
     )
 ]
 MEGATRON = ["test_fully_shard.py"]
-INSIDE = {
-    "test/distributed/_composable/fsdp": PYTORCH,
-    "tests/unit_tests/distributed/mfsdp_v2": MEGATRON,
-}
+INSIDE = {"test/distributed/_composable/fsdp": PYTORCH, "tests/unit_tests/distributed/mfsdp_v2": MEGATRON}
 """Where the files are in a clone of PyTorch or of Megatron-LM."""
 
 

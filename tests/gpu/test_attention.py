@@ -12,11 +12,9 @@ from torch import Tensor
 
 from flatfsdp.kernels.attention import ordered
 from flatfsdp.layers.attention.sdpa import attention
+from tests.support.gpu.marks import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = NEEDS_GPU
 
 PLAIN = "torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)"
 OURS = "attention(x, x, x, None, is_causal=True, dropout=0.0, scale=None)"

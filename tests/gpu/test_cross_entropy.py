@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatfsdp.layers import LinearCrossEntropy, cross_entropy
+from tests.support.gpu.marks import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 TOKENS, WIDTH, VOCAB = 4096, 512, 64000
 LOGITS = 2 * TOKENS * VOCAB
 """Bytes of the logits in bf16."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from tests.support.gpu.marks import NEEDS_GPU
-from tests.support.models import Block
+from tests.support.models import Block, update
 from tests.support.ranks import run_ranks, stop_pools
 
 pytestmark = NEEDS_GPU
@@ -56,8 +56,7 @@ def trained(rank: int, what: str, **options: Any) -> Ending:
             x = torch.randn(4, WIDTH, device="cuda", requires_grad=True)
             loss = model(x).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             loss.item()
         model.state_dict()
     except RuntimeError as raised:

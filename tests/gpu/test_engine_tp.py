@@ -19,7 +19,7 @@ from flatfsdp.parallel import ParallelMesh
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.llamas import mesh_of
 from tests.support.meshes import replicating
-from tests.support.models import differing, repeatable
+from tests.support.models import differing, repeatable, update
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
@@ -41,10 +41,7 @@ def build(mesh: ParallelMesh, recipe: Any = None, *, replicates: bool = False, *
     )
     options["mesh"] = replicating(mesh.dp_group) if replicates else mesh.dp
     return auto_wrap(
-        llama,
-        by_class(TransformerLayer),
-        **split,
-        **{"optimize_backward_concat": False, **options},
+        llama, by_class(TransformerLayer), **split, **{"optimize_backward_concat": False, **options}
     )
 
 
@@ -67,8 +64,7 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
             loss.backward()
             found.append(loss.detach())
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         norms = [torch.empty_like(optimizer.grad_norm) for _ in range(dist.get_world_size())]
         dist.all_gather(norms, optimizer.grad_norm)
         assert all(torch.equal(norm, norms[0]) for norm in norms)

@@ -11,17 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp import Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.gpu.marks import NEEDS_GPU
-from tests.support.gpu.models import BF16, SMALL, build, tokens, train
+from tests.support.gpu.models import BF16, SMALL, backward, build, tokens, train
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.models import repeatable, same, same_trace
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.models import FLAGS, repeatable, same, same_trace, update
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks
 
 pytestmark = NEEDS_GPU
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 @FLAGS
@@ -38,20 +37,17 @@ def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool)
         shards = [group.master.flat for _, group in named_groups(model)]
         assert all(shard.is_pinned() == cpu_offload != shard.is_cuda for shard in shards)
         for _ in range(3):
-            for batch in microbatches(model, batches):
-                model(batch, batch).backward()
+            backward(model, batches)
             assert all(parameter.grad.is_cuda != cpu_offload for parameter in model.parameters())
             model.clip_grad_norm_(1e6)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         finals.append({k: v.cpu() for k, v in checkpoint.full_state_dict(model).items()})
         assert all(shard.isfinite().all() for shard in shards)
     assert same(list(finals[0].values()), list(finals[1].values()))
     numel = sum(shard.numel() for shard in shards)
     ledger = model.fsdp_state.shared.ledger
     ledger.reset()
-    for batch in microbatches(model, batches):
-        model(batch, batch).backward()
+    backward(model, batches)
     assert ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
 
 
@@ -69,8 +65,7 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
     model = models[1]
     ledger = model.fsdp_state.shared.ledger
     ledger.reset()
-    for batch in microbatches(model, batches):
-        model(batch, batch).backward()
+    backward(model, batches)
     held = sum(group.master.flat.numel() for _, group in named_groups(model))
     backwards = len(batches) if sync == "every" else 1
     # FP32, two ranks inside and two across: half of the row's elements, and this rank's elements.
@@ -142,7 +137,7 @@ def test_rank_0_writes_for_all(rank: int) -> None:
 
 
 @on_ranks(2, backend="nccl")
-def test_a_gradient_scaler_finds_a_scale_together(rank: int, world_size: int) -> None:
+def test_a_gradient_scaler_finds_a_scale_together(rank: int) -> None:
     model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ShardedGradScaler(init_scale=2.0**60, growth_interval=100)
@@ -157,8 +152,7 @@ def test_a_gradient_scaler_finds_a_scale_together(rank: int, world_size: int) ->
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     assert scales[-1] == scales[-10] < scales[0], "overflows first, then a scale that fits"
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, scales)
+    everyone = of_all_ranks(scales)
     assert everyone[0] == everyone[1]
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
@@ -172,11 +166,9 @@ def test_a_step_never_waits_for_the_device(rank: int, flag: bool) -> None:
     batches = tokens(SMALL, rank, 3)
     for step in range(3):
         with without_synchronisation() if step == 2 else nullcontext():
-            for batch in microbatches(model, batches):
-                model(batch, batch).backward()
+            backward(model, batches)
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
 
 def init_plain(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +76,7 @@ def test_fp8_fused_is_unfused_bit_for_bit_in_every_run(out: int, inner: int, spl
 
 @SHAPES
 @HALVES
-def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(
-    out: int, inner: int, dtype: torch.dtype
-) -> None:
+def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(out: int, inner: int, dtype: Any) -> None:
     microbatches = [operands(out, inner, dtype) for _ in range(3)]
     fused = accumulated(wgrad, microbatches, (out, inner))
     assert fused.isfinite().all()
@@ -130,9 +129,7 @@ def test_high_precision_against_float64(out: int, inner: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize(("out", "inner", "tokens"), [(16, 32, 48), (272, 80, 1040)])
-def test_small_integers_are_exact(
-    out: int, inner: int, tokens: int, dy_dtype: torch.dtype, x_dtype: torch.dtype
-) -> None:
+def test_small_integers_are_exact(out: int, inner: int, tokens: int, dy_dtype: Any, x_dtype: Any) -> None:
     """Sizes are odd, formats are on both sides, and each scale belongs to its operand."""
     dy, x = (torch.randint(-4, 5, (size, tokens), device="cuda").float() for size in (out, inner))
     target = torch.full((out, inner), torch.nan, device="cuda")

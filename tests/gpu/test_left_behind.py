@@ -8,10 +8,10 @@ import torch
 from flatfsdp import by_class, shard
 from tests.support.gpu.marks import NEEDS_GPU
 from tests.support.left_behind import PLACES, Gated, Model, check, inputs, loss_of
+from tests.support.models import FLAGS
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 @FLAGS

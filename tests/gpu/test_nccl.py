@@ -15,7 +15,7 @@ from flatfsdp.models.gpt import GPT, MLP
 from tests.support.gpu.marks import NEEDS_GPU, one_gpu_each
 from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 from tests.support.meshes import REPLICATED
-from tests.support.models import repeatable, same, same_trace
+from tests.support.models import repeatable, same, same_trace, update
 from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = NEEDS_GPU
@@ -61,8 +61,7 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
                 loss = theirs(batch, batch)
                 loss.backward()
             losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     with theirs.summon_full_params():
         state = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     state = {

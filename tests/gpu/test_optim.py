@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp import Precision, microbatches
+from flatfsdp import Precision
 from flatfsdp.optim import SGD, AdamW
 from tests.support.gpu.marks import NEEDS_GPU
-from tests.support.gpu.models import BF16, SMALL, build, tokens
-from tests.support.models import repeatable, same
+from tests.support.gpu.models import BF16, SMALL, backward, build, tokens
+from tests.support.models import repeatable, same, update
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
@@ -28,12 +28,8 @@ def trained(
         del parameter.flat_shard
     optimizer, losses = make(model.parameters()), []
     for _ in range(5):
-        for batch in microbatches(model, batches):
-            loss = model(batch, batch)
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += backward(model, batches)
+        update(optimizer)
     return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 

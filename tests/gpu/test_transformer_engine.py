@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, checkpoint, microbatches, shard
 from tests.support.gpu.marks import NEEDS_GPU
-from tests.support.models import whole_grads
+from tests.support.models import update, whole_grads
 from tests.support.ranks import on_ranks
 
 pytestmark = [
@@ -162,8 +162,7 @@ class Sharded:
             (loss / count).backward()
             losses.append(loss.detach())
         grads = whole_grads(self.model)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer)
         return losses, grads
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.engine.whole.units import units_in
-from tests.support.models import Net, data
+from tests.support.models import data
 
 UNITS = 4
 """Units of the model that `models.build()` makes: the root and three blocks."""
@@ -23,14 +23,9 @@ Grads = dict[str, Tensor]
 """Gradients of full shape by the parameter's name in the plain model; only those that are trained."""
 
 
-def plain_net(net: type[nn.Module] = Net) -> Any:
-    """The model whose values `models.build()` shards."""
-    torch.manual_seed(0)
-    return net()
-
-
-def batches_of_all_ranks(world_size: int) -> list[list[Tensor]]:
+def batches_of_all_ranks() -> list[list[Tensor]]:
     """The microbatches of one step, rank by rank."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     return [next(data(rank, 1, 3)) for rank in range(world_size)]
 
 

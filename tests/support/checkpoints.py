@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import checkpoint
-from tests.support.models import Block, data
+from tests.support.models import Block, data, update
 
 FORMS = ["full", "rank 0", "sharded"]
 
@@ -68,8 +68,18 @@ def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """The same batch on all ranks, so that the result does not depend on their number."""
     ((tokens,),) = data(seed, 1, 1)
     model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
+
+
+def trained(
+    steps: int, seed: int = 0, grouped: bool = False, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and its optimizer after this many steps, with the seeds 0, 1, ..."""
+    model = build(seed, **options)
+    optimizer = adamw(model, grouped)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer
 
 
 def load_form(

@@ -7,7 +7,7 @@ which wraps nothing.  Those that ranks run take the library's name and a device 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp.compat.fairscale
-from tests.support.models import Block, Net, data, repeatable
+from tests.support.models import Block, Net, data, repeatable, update
 
 Build = Callable[[Any, torch.device, dict[str, Any]], nn.Module]
 State = dict[str, Tensor]
@@ -91,29 +91,30 @@ def automatically(api: Any, device: torch.device, options: dict[str, Any]) -> nn
         return api.auto_wrap(Net().to(device))
 
 
-def checkpoint_in_unit(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    net = Net().to(device)
+def with_blocks(net: Net, wrap: Callable[[nn.Module], nn.Module]) -> Net:
+    """The net, with each block replaced by what `wrap` makes of it."""
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.FullyShardedDataParallel(api.checkpoint_wrapper(block), **options)
-    return api.FullyShardedDataParallel(net, **options)
+        net.blocks[index] = wrap(block)
+    return net
+
+
+def checkpoint_in_unit(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
+    unit = partial(api.FullyShardedDataParallel, **options)
+    return unit(with_blocks(Net().to(device), lambda block: unit(api.checkpoint_wrapper(block))))
 
 
 def unit_in_checkpoint(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
-    net = Net().to(device)
-    for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.checkpoint_wrapper(
-            api.FullyShardedDataParallel(block, **options), offload_to_cpu=True
-        )
-    return api.FullyShardedDataParallel(net, **options)
+    unit = partial(api.FullyShardedDataParallel, **options)
+    offloaded = partial(api.checkpoint_wrapper, offload_to_cpu=True)
+    return unit(with_blocks(Net().to(device), lambda block: offloaded(unit(block))))
 
 
 def tied_and_frozen(api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
     net = Net().to(device)
     net.head.weight = net.embedding.weight
     net.blocks[1].requires_grad_(False)
-    for index, block in enumerate(net.blocks):
-        net.blocks[index] = api.FullyShardedDataParallel(block, **options)
-    return api.FullyShardedDataParallel(net, **options)
+    unit = partial(api.FullyShardedDataParallel, **options)
+    return unit(with_blocks(net, unit))
 
 
 BUILDS: list[Build] = [by_hand, automatically, checkpoint_in_unit, unit_in_checkpoint, tied_and_frozen]
@@ -121,7 +122,12 @@ BUILDS: list[Build] = [by_hand, automatically, checkpoint_in_unit, unit_in_check
 # ---- training -------------------------------------------------------------------------------------------
 
 
-def made(build: Build, api: Any, device: torch.device, options: dict[str, Any]) -> nn.Module:
+CPU = torch.device("cpu")
+
+
+def made(
+    build: Build, api: Any = flatfsdp.compat.fairscale, device: torch.device = CPU, **options: Any
+) -> Any:
     torch.manual_seed(0)
     return build(api, device, options)
 
@@ -151,8 +157,7 @@ def train(
             seen.append(loss.detach().cpu())
         if norm_type is not None:
             seen.append(model.clip_grad_norm_(0.5, norm_type).detach().cpu())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return seen
 
 
@@ -160,7 +165,7 @@ def train_plain(
     build: Build, world_size: int, *, norm_type: float | None = None
 ) -> tuple[list[Tensor], State]:
     """The same training of the plain model in one process, as `train` sees it on rank 0."""
-    model = made(build, PLAIN, torch.device("cpu"), {})
+    model = made(build, PLAIN)
     optimizer = adam(model.parameters())
     seen = []
     for per_rank in zip(*(data(rank, 2, 2) for rank in range(world_size)), strict=True):
@@ -173,8 +178,7 @@ def train_plain(
         if norm_type is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
             seen.append(norm.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return seen, model.state_dict()
 
 
@@ -190,7 +194,7 @@ def trained(
 ) -> tuple[list[Tensor], State]:
     # fairscale wants parameters that shall be in host memory to be there at first.
     built_on = "cpu" if options.get("move_params_to_cpu") else device
-    model = made(build, names_of(library), torch.device(built_on), options)
+    model = made(build, names_of(library), torch.device(built_on), **options)
     seen = train(model, adam(model.parameters()), rank, torch.device(device), **loop)
     return seen, {name: value.cpu() for name, value in model.state_dict().items()}
 
@@ -201,7 +205,7 @@ def trained(
 def saved_and_loaded(rank: int, world_size: int, library: str, device: str) -> dict[str, bool]:
     """Full and local state dicts into a model of other values; who gets what, and where it is."""
     api, where = names_of(library), torch.device(device)
-    source = made(by_hand, api, where, {})
+    source = made(by_hand, api, where)
     train(source, adam(source.parameters()), rank, where, steps=1)
     full, local = source.state_dict(), source.local_state_dict()
 
@@ -214,14 +218,14 @@ def saved_and_loaded(rank: int, world_size: int, library: str, device: str) -> d
     from_full.load_state_dict(full)
     from_local.load_local_state_dict(local)
     result["full"], result["local"] = same(from_full), same(from_local)
-    plain = made(by_hand, PLAIN, where, {})
+    plain = made(by_hand, PLAIN, where)
     plain.load_state_dict(full)
     tokens = next(data(rank, 1, 1))[0].to(where)
     with torch.no_grad():
         outputs = [model(tokens) for model in (plain, source, from_full, from_local)]
     result["outputs"] = all(torch.equal(outputs[0], out) for out in outputs[1:])
     options = {"state_dict_on_rank_0_only": True, "state_dict_device": torch.device("cpu")}
-    on_first = made(by_hand, api, where, options).state_dict()
+    on_first = made(by_hand, api, where, **options).state_dict()
     result["rank 0 only"] = set(on_first) == (set(full) if rank == 0 else set())
     result["on the CPU"] = all(value.device.type == "cpu" for value in on_first.values())
     return result
@@ -230,9 +234,15 @@ def saved_and_loaded(rank: int, world_size: int, library: str, device: str) -> d
 def local_files(
     rank: int, world_size: int, library: str, device: str, build: Build
 ) -> tuple[dict[str, Any], dict[str, Any], State]:
-    model = made(build, names_of(library), torch.device(device), {})
+    model = made(build, names_of(library), torch.device(device))
     local = {name: value.cpu() for name, value in model.local_state_dict().items()}
     return local, model.local_metadata_dict(), {k: v.cpu() for k, v in model.state_dict().items()}
+
+
+def joined(files: Sequence[tuple[dict[str, Any], Any, Any]]) -> State:
+    """What all ranks' shards are together; `files` are the results of `local_files`, in rank order."""
+    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
+    return join([local for local, _, _ in files], [metadata for _, metadata, _ in files])
 
 
 def optimizer_is_saved(
@@ -240,7 +250,7 @@ def optimizer_is_saved(
 ) -> tuple[State, dict[str, Any] | None, State]:
     """Two steps, a checkpoint of model and optimizer, and two more steps.  All ranks see the same data."""
     where = torch.device(device)
-    model: Any = made(build, names_of(library), where, {})
+    model = made(build, names_of(library), where)
     optimizer = adam(model.parameters())
     train(model, optimizer, 0, where)
     state = {name: value.cpu() for name, value in model.state_dict().items()}
@@ -253,13 +263,7 @@ def optimizer_is_saved(
 
 
 def optimizer_is_loaded(
-    rank: int,
-    world_size: int,
-    library: str,
-    device: str,
-    build: Build,
-    state: State,
-    full: dict[str, Any],
+    rank: int, world_size: int, library: str, device: str, build: Build, state: State, full: dict[str, Any]
 ) -> State:
     """Trains the last two steps from the checkpoint."""
     where = torch.device(device)
@@ -277,8 +281,8 @@ def optimizer_is_loaded(
 
 def summoned(rank: int, world_size: int, library: str, device: str) -> dict[str, bool]:
     api, where = names_of(library), torch.device(device)
-    model: Any = made(by_hand, api, where, {})
-    plain = made(by_hand, PLAIN, where, {})
+    model = made(by_hand, api, where)
+    plain = made(by_hand, PLAIN, where)
     result = {}
     with model.summon_full_params():
         shown = dict(model.named_parameters())

@@ -18,9 +18,7 @@ from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 TOKENS, WIDTH, FFN = 32, 32, 48
 SHORT = DelayedScaling(amax_history_len=4)
 RECIPES = pytest.mark.parametrize(
-    "recipe",
-    [SHORT, CurrentScaling(), BlockScaling(), None],
-    ids=["delayed", "current", "block", "high"],
+    "recipe", [SHORT, CurrentScaling(), BlockScaling(), None], ids=["delayed", "current", "block", "high"]
 )
 FP8_RECIPES = pytest.mark.parametrize(
     "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
@@ -62,10 +60,7 @@ class Stack(nn.Module):
     """
 
     def __init__(
-        self,
-        blocks: int = 2,
-        call: Callable[..., Tensor] = lambda block, *args: block(*args),
-        **mlp: Any,
+        self, blocks: int = 2, call: Callable[..., Tensor] = lambda block, *args: block(*args), **mlp: Any
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(**mlp) for _ in range(blocks))

@@ -11,7 +11,7 @@ from flatfsdp import Debug
 from flatfsdp.models import Llama, LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import ParallelMesh, make_mesh
-from tests.support.models import whole_grads
+from tests.support.models import update, whole_grads
 from tests.support.ranks import cached_in_file
 
 CONFIG = LlamaConfig(4, 64, 96, heads=4, kv_heads=2, vocab=48, seq=16)
@@ -58,8 +58,7 @@ class SmallPipeline(LlamaPipeline):
             if not trace.first_grads:
                 for stage in self.stages:
                     trace.first_grads.update(whole_grads(stage))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         trace.parameters.extend(p.detach().clone() for p in flats)
         return trace
 
@@ -93,6 +92,5 @@ def in_one_process(
                     losses.append(loss.detach())
         if not first:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, first

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +22,13 @@ from flatfsdp.flat.layout import ParamSlot
 from tests.support.meshes import placed
 
 VOCAB, WIDTH = 30, 20  # sizes that no alignment divides
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+
+
+def each_policy(test: Callable[..., None]) -> Callable[..., None]:
+    """Both flags with ZeRO-3 and ZeRO-2, in the fixture `policy`: options of a model that poisons."""
+    return FLAGS(RESHARD(test))
 
 
 class Block(nn.Module):
@@ -53,6 +61,18 @@ class Net(nn.Module):
         return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), tokens.flatten())
 
 
+class Skipping(Net):
+    """Leaves out the block of number `skips`, which ranks may have set differently."""
+
+    skips = -1
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skips else block(x)
+        return self.head(x)
+
+
 class RecomputedNet(Net):
     """A checkpoint around each block, or inside of it."""
 
@@ -69,20 +89,24 @@ class RecomputedNet(Net):
         return self.head(x)
 
 
-def build(seed: int = 0, **options: Any) -> Any:
+def plain_net(net: Callable[[], nn.Module] = Net, seed: int = 0) -> Any:
+    """The model whose values `build` shards."""
     torch.manual_seed(seed)
-    return shard(Net(), by_class(Block), **placed(options))
+    return net()
+
+
+def build(seed: int = 0, **options: Any) -> Any:
+    return shard(plain_net(seed=seed), by_class(Block), **placed(options))
 
 
 def wrapped(seed: int = 0, **options: Any) -> FlatFSDP:
-    torch.manual_seed(seed)
-    return auto_wrap(Net(), by_class(Block), **{"optimize_backward_concat": False, **placed(options)})
+    options = {"optimize_backward_concat": False, **placed(options)}
+    return auto_wrap(plain_net(seed=seed), by_class(Block), **options)
 
 
 def flat(seed: int = 0, **options: Any) -> FullyShardedDataParallel:
     """The same with flat parameters, as fairscale's class has them."""
-    torch.manual_seed(seed)
-    net = Net()
+    net = plain_net(seed=seed)
     for index, block in enumerate(net.blocks):
         net.blocks[index] = FullyShardedDataParallel(block, **options)
     return FullyShardedDataParallel(net, **options)
@@ -103,19 +127,32 @@ class Trace(NamedTuple):
     optimizer: list[Tensor]
 
 
+def backward(model: Any, batches: Iterable[Any]) -> list[Tensor]:
+    """Forwards and backwards of the microbatches of a step; returns their losses."""
+    losses = []
+    for tokens in microbatches(model, batches):
+        loss = model(tokens)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def update(*optimizers: Any) -> None:
+    """A step of each, after which its gradients go."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(model: Any, rank: int, steps: int = 3, count: int = 3) -> Trace:
     """AdamW over the flat shards; records reduced gradients before clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
     for batches in data(rank, steps, count):
-        for tokens in microbatches(model, batches):
-            loss = model(tokens)
-            loss.backward()
-            losses.append(loss.detach())
+        losses += backward(model, batches)
         grads += grads_of(model)
         model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     state = [v for p in model.parameters() for v in optimizer.state[p].values()]
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 
@@ -125,12 +162,8 @@ def train_for_losses(model: Any, rank: int) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for batches in data(rank, 2, 3):
-        for tokens in microbatches(model, batches):
-            loss = model(tokens)
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
+        losses += backward(model, batches)
+        update(optimizer)
     return losses
 
 
@@ -139,8 +172,7 @@ def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
 
     Gradients are summed over microbatches and averaged over ranks; all in FP32.
     """
-    torch.manual_seed(0)
-    model = Net()
+    model = plain_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for per_rank in zip(*(data(rank, 3, 3) for rank in range(world_size)), strict=True):
@@ -151,8 +183,7 @@ def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
                 if rank == 0:
                     losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, model.state_dict()
 
 

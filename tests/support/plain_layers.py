@@ -24,6 +24,12 @@ EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Relative errors that rounding explains."""
 
 
+def assert_near(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float = 1e-5) -> None:
+    """Relative errors, of all that ours have."""
+    for name, value in ours.items():
+        assert error(value, expected[name]) < bound, name
+
+
 def error(ours: Tensor, expected: Tensor) -> float:
     """Relative error in the Frobenius norm; absolute if expected values are 0 except for rounding."""
     assert ours.shape == expected.shape
@@ -50,10 +56,7 @@ def trained(layer: Any, std: float = 1.0) -> Any:
 
 
 def same_gradients(
-    ours: Callable[..., Tensor],
-    expected: Callable[..., Tensor],
-    inputs: Iterable[Tensor],
-    bound: float,
+    ours: Callable[..., Tensor], expected: Callable[..., Tensor], inputs: Iterable[Tensor], bound: float
 ) -> None:
     """Compares results and gradients of all inputs, the latter for a random gradient of the result."""
     inputs = list(inputs)

@@ -136,6 +136,13 @@ def run_ranks(
         raise
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has.  Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def end_groups() -> None:
     """Ends all process groups on ranks, which live on, and what tests have changed there.
 

@@ -179,6 +179,12 @@ class Twins:
         self.compare_values()
         self.compare_states()
 
+    def train(self, *steps: Sequence[Microbatch], by_no_sync: bool = False) -> None:
+        """Several steps, after each of which the gradients go."""
+        for step in steps:
+            self.step(step, by_no_sync=by_no_sync)
+            self.zero_grad()
+
     def backward(self, step: Sequence[Microbatch], *, by_no_sync: bool = False) -> None:
         if by_no_sync:
             with self.ours.no_sync():

@@ -25,7 +25,7 @@ from flatfsdp import by_class, checkpoint, optim, shard
 from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from tests.support.checkpoints import Model, equal
-from tests.support.models import Block, data
+from tests.support.models import Block, data, plain_net, update
 from tests.support.ranks import on_ranks, run_ranks
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
@@ -71,8 +71,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, seed: int = 0) -
         for name, parameter in model.named_parameters():
             if name.startswith(absent):
                 parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def transfer(
@@ -113,8 +112,7 @@ def with_state(model: nn.Module, optimizer: Optimizer) -> set[str]:
 @on_ranks(2)
 def test_states_and_step_counts_are_those_of_plain_pytorch(kind: str) -> None:
     model, optimizer = made(kind)
-    torch.manual_seed(0)
-    plain = Model()
+    plain = plain_net(Model)
     reference = optimizer_of("torch " + kind.removeprefix("torch "), plain)
     for each in ((model, optimizer), (plain, reference)):
         train(*each, range(3))
@@ -136,8 +134,7 @@ def test_training_goes_on_with_the_same_bits(rank: int, tmp_path: Path, kind: st
     source, fresh, used = made(kind), made(kind, seed=1), made(kind, seed=2)
     train(*source, range(3))
     used[0](next(data(7, 1, 1))[0]).backward()
-    used[1].step()
-    used[1].zero_grad()
+    update(used[1])
     expected = whole(*source)
     for number, target in enumerate((fresh, used)):
         transfer(form, source, target, str(tmp_path / str(number)), rank)
@@ -194,8 +191,7 @@ def test_a_parameter_without_dimensions_alone_has_states(
     for name, parameter in model.named_parameters():
         if name != "scale":
             parameter.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     transfer(form, source, target, str(tmp_path), rank)
     assert equal(whole(*target), whole(*source))
     for each in (source, target):
@@ -234,8 +230,7 @@ def test_flat_parameters_take_the_states_of_whole_units_or_raise(tmp_path: Path)
         for name, parameter in model.named_parameters():
             if name.startswith(absent):
                 parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         folder = tmp_path / str(step)
         checkpoint.save(folder, model, optimizer)
         if step == 0:

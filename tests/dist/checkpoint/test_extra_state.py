@@ -20,6 +20,7 @@ from flatfsdp.checkpoint.extra_state import transformer_engine as adapter
 from flatfsdp.checkpoint.extra_state.packed import JSON, pack, unpack
 from flatfsdp.engine.api.wrap import by_class
 from tests.support.extra_state import Counting, DelayedScaling, Format, ScaledLinear, transformer_engine
+from tests.support.models import plain_net, update
 from tests.support.ranks import on_ranks
 
 SIZE = 16
@@ -55,8 +56,7 @@ class Run:
                 loss = self.model(x).square().mean()
                 loss.backward()
                 losses.append(loss.item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            update(self.optimizer)
         return losses
 
     def bits(self) -> list[Tensor]:
@@ -159,8 +159,7 @@ def test_what_no_checkpoint_can_hold_raises_on_all_ranks(rank: int, tmp_path: Pa
 def test_state_of_modules_that_are_not_there(rank: int, tmp_path: Path) -> None:
     run = Run()
     checkpoint.save(tmp_path / "saved", run.model)
-    torch.manual_seed(0)
-    net = Net()
+    net = plain_net(Net)
     net.counting = nn.Identity()  # type: ignore[assignment]
     model = shard(net, by_class(ScaledLinear))
     with pytest.raises(ValueError, match="extra state of the module 'counting', and the model has no such"):

@@ -14,7 +14,7 @@ from torch import nn
 from flatfsdp import Precision, by_class, checkpoint, optim, shard
 from flatfsdp.checkpoint import loading
 from tests.support.checkpoints import equal, full_state
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 
 def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -31,9 +31,10 @@ def build(sizes: list[int], *, scale: bool = False, **options: Any) -> tuple[Any
     return model, optimizer
 
 
-def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_each_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
     model, optimizer = build([4, 5, 6])
-    checkpoint.save(folder, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     messages = []
     bf16 = Precision(param=torch.bfloat16, compute=torch.bfloat16)
     for others, with_optimizer in (
@@ -49,17 +50,10 @@ def refusals(rank: int, world_size: int, folder: Path) -> list[str]:
             pytest.raises(ValueError, match="not of this model") as caught,
             mock.patch.object(loading.dcp, "load", side_effect=never),
         ):
-            checkpoint.load(folder, others[0], others[1] if with_optimizer else None)
+            checkpoint.load(tmp_path, others[0], others[1] if with_optimizer else None)
         assert equal(full_state(*others), before)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_each_misfit_is_named_on_every_rank(tmp_path: Path) -> None:
-    messages = run_ranks(2, refusals, tmp_path)
-    assert messages[0] == messages[1]
-    start = "the checkpoint is not of this model: "
-    assert [message.removeprefix(start) for message in messages[0]] == [
+        messages.append(str(caught.value).removeprefix("the checkpoint is not of this model: "))
+    assert messages == [
         "2.weight, 2.bias are missing in the checkpoint",
         "1.weight ((6, 5), here (8, 5)), 1.bias ((6,), here (8,)) are of another shape",
         "1.bias, 1.weight are only in the checkpoint; accept=('surplus',) leaves them out",

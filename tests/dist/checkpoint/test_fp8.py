@@ -31,34 +31,27 @@ def save_and_load(kind: str, model: Any, other: Any, folder: str) -> None:
         checkpoint.load_local_state_dict(other, state)
 
 
-def resumed(rank: int, world_size: int, kind: str, ran_before: str, folder: str, recipes: Any) -> None:
+KINDS = pytest.mark.parametrize("kind", ["full", "from_rank0", "sharded", "local"])
+
+
+@KINDS
+@pytest.mark.parametrize("into", [("", 4), ("same", 4), ("other-length", 4), ("", 2), ("", 9)])
+@on_ranks(2)
+def test_resume_is_the_uninterrupted_run(rank: int, kind: str, into: tuple[str, int], tmp_path: Path) -> None:
+    """Into a model that has run or not, and with the same or another length of histories."""
+    ran_before, length = into
     model, other = build(), build(seed=9, flag=False)
-    train(model, rank, recipe=recipes[0])
+    train(model, rank, recipe=SHORT)
     if ran_before:
-        train(other, rank, recipe=recipes[0] if ran_before == "same" else DelayedScaling(amax_history_len=11))
-    save_and_load(kind, model, other, folder)
+        train(other, rank, recipe=SHORT if ran_before == "same" else DelayedScaling(amax_history_len=11))
+    save_and_load(kind, model, other, str(tmp_path))
     assert_same_state(snapshot(model), snapshot(other))
-    losses = [train(each, rank, start=2, recipe=recipes[1]) for each in (model, other)]
-    assert same(*losses)
+    recipe = DelayedScaling(amax_history_len=length)
+    assert same(*(train(each, rank, start=2, recipe=recipe) for each in (model, other)))
     assert_same_state(snapshot(model), snapshot(other))
 
 
-KINDS = ["full", "from_rank0", "sharded", "local"]
-
-
-@pytest.mark.parametrize("ran_before", ["", "same", "other-length"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str, tmp_path: Path) -> None:
-    run_ranks(2, resumed, kind, ran_before, str(tmp_path), (SHORT, SHORT))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [2, 9])
-def test_resume_with_another_history_length(kind: str, length: int, tmp_path: Path) -> None:
-    run_ranks(2, resumed, kind, "", str(tmp_path), (SHORT, DelayedScaling(amax_history_len=length)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 @on_ranks(2)
 def test_a_checkpoint_without_fp8_state(rank: int, kind: str, tmp_path: Path) -> None:
     """Loads a checkpoint from before FP8 into a model that has run with it, and the other way round."""
@@ -72,7 +65,7 @@ def test_a_checkpoint_without_fp8_state(rank: int, kind: str, tmp_path: Path) ->
     assert same_on_all_ranks(list(fp8_state(model).values()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 @on_ranks(2)
 def test_loading_drops_weights_that_were_cast_before(rank: int, kind: str, tmp_path: Path) -> None:
     model, other = build(), build(seed=9)

@@ -20,7 +20,7 @@ from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
-from tests.support.checkpoints import adamw, build, equal, full_state, step
+from tests.support.checkpoints import equal, full_state, step, trained
 from tests.support.ranks import on_ranks
 
 
@@ -36,18 +36,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def after(steps: int, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
-    model = build(seed)
-    optimizer = adamw(model, grouped=False)
-    for number in range(steps):
-        step(model, optimizer, number)
-    return model, optimizer
-
-
 def two_saved(folder: Path) -> tuple[CheckpointManager, Any, torch.optim.Optimizer]:
     """Steps 1 and 2, of the same weights."""
     manager = CheckpointManager(folder)
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     for number in (1, 2):
         manager.save(number, model, optimizer)
     dist.barrier()
@@ -57,7 +49,7 @@ def two_saved(folder: Path) -> tuple[CheckpointManager, Any, torch.optim.Optimiz
 @on_ranks(2)
 def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
     manager = CheckpointManager(tmp_path / "run")
-    model, optimizer = after(0)
+    model, optimizer = trained(0)
     assert manager.resume(model, optimizer) is None
     states = {}
     for number in range(1, 5):
@@ -66,7 +58,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
         states[number] = copy.deepcopy(full_state(model, optimizer))
     assert names(manager.folder) == ["step-00000003", "step-00000004"]
 
-    model, optimizer = after(1, seed=1)
+    model, optimizer = trained(1, seed=1)
     assert manager.resume(model, optimizer) == (4, {"number": 4})
     assert equal(full_state(model, optimizer), states[4])
 
@@ -77,7 +69,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
         (manager.folder / "step-00000007").mkdir()
         (manager.folder / "step-00000007" / f"{data_prefix(0, '0123456789ab')}0.distcp").touch()
     dist.barrier()
-    model, optimizer = after(1, seed=1)
+    model, optimizer = trained(1, seed=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert manager.resume(model, optimizer) == (3, {"number": 3})
@@ -129,7 +121,7 @@ def warning(rank: int, text: str) -> Iterator[None]:
 @on_ranks(2)
 def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str, text: str) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     assert manager.save(1, model, optimizer)
     if rank == 1:
         parameter = dict(model.named_parameters())["blocks.1.down.weight"]
@@ -190,7 +182,7 @@ def test_what_was_infinite_from_the_beginning_is_saved(tmp_path: Path, rank: int
 @on_ranks(2)
 def test_a_run_that_was_rolled_back_goes_on_from_what_it_saved_last(tmp_path: Path, rank: int) -> None:
     manager = CheckpointManager(tmp_path, keep=3)
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     for number in (100, 200, 300):
         step(model, optimizer, number)
         assert manager.save(number, model, optimizer)
@@ -217,10 +209,10 @@ def test_a_run_that_was_rolled_back_goes_on_from_what_it_saved_last(tmp_path: Pa
 @on_ranks(2)
 def test_a_new_run_in_the_folder_of_an_old_one(tmp_path: Path, rank: int) -> None:
     """It does not resume, as it should have, and the old run's checkpoints stay, though not in its way."""
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     for number in (100, 200):
         CheckpointManager(tmp_path).save(number, model, optimizer)
-    model, optimizer = after(1, seed=1)
+    model, optimizer = trained(1, seed=1)
     manager = CheckpointManager(tmp_path)
     for number in (10, 20, 30):
         step(model, optimizer, number)
@@ -287,7 +279,7 @@ def test_removal_that_was_stopped_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     manager.save(1, model, optimizer)
     monkeypatch.setattr("flatfsdp.checkpoint.manager.shutil.rmtree", _stop)
     with pytest.raises(KeyboardInterrupt):
@@ -327,7 +319,7 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, rank: int) -> None:
 @on_ranks(2)
 def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
-    model, optimizer = after(1)
+    model, optimizer = trained(1)
     manager.save(1, model, optimizer)
     refusal = PermissionError("it belongs to somebody else")
     with mock.patch("flatfsdp.checkpoint.manager.remove", side_effect=refusal):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,13 @@ from torch.distributed.fsdp import fully_shard
 
 import flatfsdp
 from flatfsdp import checkpoint, shard
-from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step
+from tests.support.checkpoints import FORMS, Model, build, equal, full_state, load_form, step, trained
 from tests.support.models import Block
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks
 
 
 def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
-    model = build(0)
-    optimizer = adamw(model, grouped)
-    for seed in range(2):
-        step(model, optimizer, seed)
+    model, optimizer = trained(2, grouped=grouped)
     checkpoint.save(f"{folder}/sharded", model, optimizer)
     state = full_state(model, optimizer)
     rank0_only = {
@@ -43,8 +42,7 @@ def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
 
 def load(rank: int, world_size: int, folder: str, grouped: bool, form: str) -> bool:
     """Whether a fresh model and optimizer, after loading, equal the saved ones."""
-    model = build(1)
-    optimizer = adamw(model, grouped)
+    model, optimizer = trained(0, seed=1, grouped=grouped)
     saved = load_form(form, folder, model, optimizer, rank)
     return equal(full_state(model, optimizer), saved)
 
@@ -73,29 +71,26 @@ def test_a_sharded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
 
 @on_ranks(3)
 def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     flat = flatfsdp.shard(model, flatfsdp.by_class(Block))
-    checkpoint.save(f"{folder}/flat", flat)
+    checkpoint.save(tmp_path / "flat", flat)
     theirs = fully_shard(nn.Sequential(*(fully_shard(Block()) for _ in range(2))))
-    dist.checkpoint.load({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/flat")
+    dist.checkpoint.load({"model": theirs.state_dict()}, checkpoint_id=tmp_path / "flat")
     for name, value in theirs.state_dict().items():
         assert torch.equal(value.full_tensor(), saved[name]), name
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter *= 2
-    dist.checkpoint.save({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/theirs")
-    checkpoint.load(f"{folder}/theirs", flat)
+    dist.checkpoint.save({"model": theirs.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    checkpoint.load(tmp_path / "theirs", flat)
     assert equal(dict(flat.state_dict()), {name: 2 * value for name, value in saved.items()})
 
 
 @on_ranks(2)
 def test_asynchronous_saving(tmp_path: Path) -> None:
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1)
     extra = {"step": torch.tensor(1)}
     state = {"model": checkpoint.sharded_state_dict(model)}
     state["optimizer"] = checkpoint.sharded_optimizer_state_dict(model, optimizer)
@@ -109,8 +104,7 @@ def test_asynchronous_saving(tmp_path: Path) -> None:
     extra["step"] += 1
     step(model, optimizer, 1)
     getattr(done, "upload_completion", done).result()
-    other = build(1)
-    resumed = adamw(other, False)
+    other, resumed = trained(0, seed=1)
     assert checkpoint.load(tmp_path, other, resumed) == {"step": torch.tensor(1)}
     assert equal(full_state(other, resumed), before)
 
@@ -121,9 +115,7 @@ def local(
     options: dict[str, Any] = {}
     if mesh:
         options["mesh"] = dist.init_device_mesh("cpu", (2, world_size // 2))
-    model = build(0, **options)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1, **options)
     saved = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
     full = checkpoint.full_state_dict(model)
     step(model, optimizer, 1)
@@ -158,50 +150,34 @@ def test_local_shards_load_where_they_came_from_and_consolidate_offline(mesh: bo
         checkpoint.consolidate([shards[0], short, *shards[2:]], metadata)
 
 
-def misfits(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_misfits_are_named_on_every_rank(rank: int) -> None:
     """Every error comes up on every rank, and leaves model and optimizer as they were."""
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1)
     before = full_state(model, optimizer)
     whole, state = before["model"], before["optimizer"]
-    mine = rank == 0
-    messages = []
-
-    def fails(error: Any, load: Any, *args: Any) -> None:
-        with pytest.raises(error) as caught:
-            load(*args, from_rank0=True)
-        messages.append(str(caught.value))
-
     without = {k: v for k, v in whole.items() if k != "blocks.0.up.weight"}
-    reshaped = {**whole, "cube": torch.zeros(3, 5)}
-    for bad in (without, reshaped, {**whole, "more": torch.ones(1)}):
-        fails(RuntimeError, checkpoint.load_full_state_dict, model, bad if mine else {})
     strange = {"state": {"nobody": {}}, "param_groups": state["param_groups"]}
     short = {**state, "state": {**state["state"], "cube": {"exp_avg": torch.zeros(3)}}}
     split = {**state, "param_groups": [{**state["param_groups"][0], "params": ["cube"]}]}
-    for bad in (strange, short, split, {"state": {}}):
-        fails(ValueError, checkpoint.load_full_optimizer_state_dict, model, optimizer, bad if mine else {})
+    load_model = partial(checkpoint.load_full_state_dict, model)
+    load_optimizer = partial(checkpoint.load_full_optimizer_state_dict, model, optimizer)
+    shapes = "size mismatch for cube: (3, 5) in the checkpoint, (3, 5, 7) in the model"
+    for load, bad, error, message in (
+        (load_model, without, RuntimeError, "Missing key: blocks.0.up.weight"),
+        (load_model, {**whole, "cube": torch.zeros(3, 5)}, RuntimeError, shapes),
+        (load_model, {**whole, "more": torch.ones(1)}, RuntimeError, "Unexpected key: more"),
+        (load_optimizer, strange, ValueError, "'nobody', which is not a trained parameter"),
+        (load_optimizer, short, ValueError, "'exp_avg' of cube has shape (3,)"),
+        (load_optimizer, split, ValueError, "no saved parameter group contains all"),
+        (load_optimizer, {"state": {}}, ValueError, 'the keys "state" and "param_groups"'),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            load(bad if rank == 0 else {}, from_rank0=True)
+        assert len({*of_all_ranks(str(caught.value))}) == 1
     with pytest.raises(ValueError, match="not the shards of this model"):
         checkpoint.full_optimizer_state_dict(model, torch.optim.SGD(build(1).parameters(), lr=1.0))
     assert equal(full_state(model, optimizer), before)
-    return messages
-
-
-def test_misfits_are_named_on_every_rank() -> None:
-    messages = run_ranks(2, misfits)
-    assert messages[0] == messages[1]
-    expected = [
-        "Missing key: blocks.0.up.weight",
-        "size mismatch for cube: (3, 5) in the checkpoint, (3, 5, 7) in the model",
-        "Unexpected key: more",
-        "'nobody', which is not a trained parameter",
-        "'exp_avg' of cube has shape (3,)",
-        "no saved parameter group contains all",
-        'the keys "state" and "param_groups"',
-    ]
-    for message, part in zip(messages[0], expected, strict=True):
-        assert part in message
 
 
 def mesh_of(world_size: int) -> dict[str, Any]:
@@ -212,14 +188,10 @@ def mesh_of(world_size: int) -> dict[str, Any]:
 @on_ranks(4)
 def test_sharded_checkpoints_of_hybrid_sharding(world_size: int, tmp_path: Path, grouped: bool) -> None:
     """Sharded inside rows, replicated across them: saved, loaded, and trained on."""
-    folder = str(tmp_path)
-    model = build(0, **mesh_of(world_size))
-    optimizer = adamw(model, grouped)
-    step(model, optimizer, 0)
-    checkpoint.save(folder, model, optimizer)
-    other = build(1, **mesh_of(world_size))
-    resumed = adamw(other, grouped)
-    checkpoint.load(folder, other, resumed)
+    model, optimizer = trained(1, grouped=grouped, **mesh_of(world_size))
+    checkpoint.save(tmp_path, model, optimizer)
+    other, resumed = trained(0, seed=1, grouped=grouped, **mesh_of(world_size))
+    checkpoint.load(tmp_path, other, resumed)
     for m, o in ((model, optimizer), (other, resumed)):
         step(m, o, 1)
     assert equal(full_state(model, optimizer), full_state(other, resumed))
@@ -228,13 +200,12 @@ def test_sharded_checkpoints_of_hybrid_sharding(world_size: int, tmp_path: Path,
 @on_ranks(2)
 def test_experts_are_not_lost_silently(rank: int, world_size: int, tmp_path: Path) -> None:
     """A unit on one rank alone would overwrite the other rank's in a common checkpoint."""
-    folder = str(tmp_path)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     expert = shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(alone, "cpu"))
     model = shard(nn.Sequential(expert, nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for save in (
-        lambda: checkpoint.save(folder, model, optimizer),
+        lambda: checkpoint.save(tmp_path, model, optimizer),
         lambda: checkpoint.sharded_optimizer_state_dict(model, optimizer),
         lambda: checkpoint.load_full_state_dict(model, {}, from_rank0=True),
     ):

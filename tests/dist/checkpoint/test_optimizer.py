@@ -12,8 +12,8 @@ from torch import nn
 
 import flatfsdp
 from flatfsdp import Precision, by_class, checkpoint, shard
-from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step
-from tests.support.models import Block, Net
+from tests.support.checkpoints import FORMS, Model, adamw, build, equal, full_state, load_form, step, trained
+from tests.support.models import Block, Net, plain_net, update
 from tests.support.ranks import on_ranks
 
 
@@ -24,8 +24,7 @@ def test_optimizer_state_and_groups_are_those_of_the_plain_model(grouped: bool, 
     """The gathered state is that of torch's optimizer over the plain model's parameters."""
     model = build(0, flag)
     optimizer = adamw(model, grouped)
-    torch.manual_seed(0)
-    plain = Model()
+    plain = plain_net(Model)
     named = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     groups: Any = [{"params": list(named.values())}]
     if grouped:
@@ -46,8 +45,7 @@ def test_optimizer_state_and_groups_are_those_of_the_plain_model(grouped: bool, 
         for key, value in reference.state[parameter].items():
             torch.testing.assert_close(state["state"][name][key], value, rtol=1e-5, atol=1e-7, msg=name)
     ours = checkpoint.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours, plain.state_dict(), rtol=1e-5, atol=1e-6)
     for ours_group, group in zip(state["param_groups"], reference.param_groups, strict=True):
         assert {named[name] for name in ours_group["params"]} == set(group["params"])
         assert ours_group["weight_decay"] == group["weight_decay"] and ours_group["lr"] == group["lr"]
@@ -93,9 +91,7 @@ def test_every_portion_counts_its_own_steps() -> None:
 
 @on_ranks(2)
 def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1)
     before = full_state(model, optimizer)
     bad = {**before["model"], "cube": 3} if rank == 0 else {}
     with pytest.raises(RuntimeError, match="cube is no tensor, but int"):
@@ -112,24 +108,20 @@ def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
 @on_ranks(2)
 def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
     """A layer that was frozen joins as a group of its own; the others keep their state."""
-    folder = str(tmp_path)
-    model = build(0)
-    optimizer = adamw(model, False)
-    step(model, optimizer, 0)
-    checkpoint.save(folder, model, optimizer)
+    model, optimizer = trained(1)
+    checkpoint.save(tmp_path, model, optimizer)
     before = full_state(model, optimizer)
-    torch.manual_seed(0)
-    net = Model()
+    net = plain_net(Model)
     net.frozen.requires_grad_(True)
     model = flatfsdp.shard(net, flatfsdp.by_class(Block))
     joining = ["frozen.weight", "frozen.bias"]
     with pytest.raises(ValueError, match="that were frozen then into groups of their own"):
-        checkpoint.load(folder, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     optimizer = torch.optim.AdamW(
         flatfsdp.param_groups(model, [{"params": joining, "lr": 0.5}]), lr=0.1, weight_decay=0.0
     )
     for load_state in (
-        lambda: checkpoint.load(folder, model, optimizer),
+        lambda: checkpoint.load(tmp_path, model, optimizer),
         lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, before["optimizer"]),
     ):
         load_state()
@@ -148,27 +140,24 @@ def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
     """A learning rate that is a tensor, as capturable optimizers have."""
-    folder = str(tmp_path)
     model = build(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
     step(model, optimizer, 0)
-    checkpoint.save(folder, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     resumed = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-    checkpoint.load(folder, model, resumed)
+    checkpoint.load(tmp_path, model, resumed)
     assert resumed.param_groups[0]["lr"] == 0.25
 
 
 @on_ranks(3)
 def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path) -> None:
     """The last rank has none of 20 elements in shards of 16."""
-    folder = str(tmp_path)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
 
     def trained(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):
             model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
     def made() -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(1)
@@ -177,14 +166,14 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
 
     model, optimizer = made()
     trained(model, optimizer, 2)
-    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    checkpoint.save(tmp_path / "sharded", model, optimizer)
     if (state := full_state(model, optimizer)) and rank == 0:
-        torch.save(state, f"{folder}/full.pt")
+        torch.save(state, f"{tmp_path}/full.pt")
     dist.barrier()
     trained(model, optimizer, 1)
     for form in FORMS:
         other, its_optimizer = made()
-        load_form(form, folder, other, its_optimizer, rank)
+        load_form(form, tmp_path, other, its_optimizer, rank)
         trained(other, its_optimizer, 1)
         assert all(map(torch.equal, model.parameters(), other.parameters())), form
         for parameter, other_parameter in zip(model.parameters(), other.parameters(), strict=True):

@@ -15,7 +15,7 @@ import flatfsdp
 from flatfsdp import checkpoint, shard
 from tests.support.checkpoints import FORMS, equal, load_form, step
 from tests.support.models import Block
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks
 from tests.support.tp_models import ParallelNet, build_tp, tp_mesh
 
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
@@ -77,9 +77,7 @@ def load(rank: int, world_size: int, folder: str, sizes: tuple[int, ...] | None,
     [(False, [(2, 1, 2), None]), (True, [(2, 2), (1, 4)])],
     ids=["one group", "two groups"],
 )
-def test_any_other_arrangement_reads_the_same_bits(
-    tmp_path: Path, grouped: bool, arrangements: list[tuple[int, ...] | None]
-) -> None:
+def test_any_other_arrangement_reads_the_same_bits(tmp_path: Path, grouped: bool, arrangements: Any) -> None:
     files = run_ranks(4, save, str(tmp_path), (2, 2), grouped)
     for sizes in arrangements:
         run_ranks(4, load, str(tmp_path), sizes, grouped)
@@ -102,7 +100,8 @@ def test_one_process_is_read_by_tensor_parallel_ranks(tmp_path: Path) -> None:
     run_ranks(4, load, str(tmp_path), (2, 2), True)
 
 
-def misfits(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_misfits_are_named_on_every_rank(rank: int) -> None:
     model, optimizer = model_and_optimizer((2, 2), 0, False)
     step(model, optimizer, 0)
     before = full_state(model, optimizer)
@@ -121,13 +120,8 @@ def misfits(rank: int, world_size: int) -> list[str]:
     ):
         model.load_state_dict({**model.state_dict(), "blocks.0.up_bias": whole["blocks.0.up_bias"]})
     assert equal(full_state(model, optimizer), before)
-    return messages
-
-
-def test_misfits_are_named_on_every_rank() -> None:
-    messages = run_ranks(4, misfits)
-    assert all(each == messages[0] for each in messages)
-    assert "(36,) in the checkpoint, (72,) in the model" in messages[0][0]
+    assert all(each == messages for each in of_all_ranks(messages))
+    assert "(36,) in the checkpoint, (72,) in the model" in messages[0]
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------

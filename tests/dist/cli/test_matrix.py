@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from flatfsdp import Precision
@@ -25,7 +26,7 @@ from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Comparison
 from flatfsdp.training.choices import Fusion
 from flatfsdp.training.jobs import Configuration
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
 STEPS = 3
@@ -98,28 +99,23 @@ def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
     assert {(row.parallelism, row.schedule) for row in fused} == {(Parallelism(pp=2), "interleaved")}
 
 
-def stops(rank: int, world_size: int, file: Path) -> None:
-    plan = matrix_plan(
-        Device.cpu,
-        world_size,
-        {"only": ["pp 2, 1f1b, fp8-delayed", "pp 2, interleaved, fp8-delayed"], "steps": 1},
-    )
+@on_ranks(2)
+def test_a_run_that_is_stopped_leaves_what_it_found(rank: int, world_size: int, tmp_path: Path) -> None:
+    file, chosen = tmp_path / "verify.json", ["pp 2, 1f1b, fp8-delayed", "pp 2, interleaved, fp8-delayed"]
+    plan = matrix_plan(Device.cpu, world_size, {"only": chosen, "steps": 1})
     good, bad = plan.rows
     settings = replace(bad.settings, model=replace(bad.settings.model, ffn=72))
     plan = replace(plan, rows=(good, replace(bad, settings=settings)))
     with pytest.raises(ValueError, match="in_features is 72"):
         rows_on_rank(Rank(rank, world_size, torch.device("cpu")), (plan, plan.empty_report(), file))
-
-
-def test_a_run_that_is_stopped_leaves_what_it_found(tmp_path: Path) -> None:
-    file = tmp_path / "verify.json"
-    run_ranks(2, stops, file)
+    dist.barrier()
     report = json.loads(file.read_text())
     assert [row["name"] for row in report["rows"]] == ["pp 2, 1f1b, fp8-delayed, zero3"]
     assert report["not_run"] == ["pp 2, interleaved, fp8-delayed, zero3, wgrad two-pass"] and report["equal"]
 
 
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
     sizes = LlamaConfig(2, 32, 64, heads=2, kv_heads=2, vocab=256, seq=16)
     mesh = make_mesh(pp=2)
     with pytest.raises(ValueError, match=r"schedule is 'zero'; it must be one of \('gpipe', "):
@@ -154,10 +150,6 @@ def refuses(rank: int, world_size: int) -> None:
         )
 
 
-def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
-    run_ranks(2, refuses)
-
-
 def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> None:
     options = ("--ranks", "2", "--steps", "2", "--only", "pp 2, 1f1b, fp32", "--out", str(tmp_path))
     done = CliRunner().invoke(
@@ -175,24 +167,3 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
     (damaged,) = row["differences"]["gradients"]
     assert damaged.startswith("rank 1: step 1, stage 1.")
     assert " 1 of " in damaged
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--switch", "flag", "--switch", "fusion"], "leave --switch out"),
-        (["--only", "pp 3"], "no row of the matrix can run here"),
-        (["--ranks", "3"], "they need 4 ranks"),
-        (["--steps", "0"], "--steps"),
-        (["--heads", "1", "--only", "tp 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
-        (["--seq", "33", "--only", "+ SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
-    ],
-)
-def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    result = runner.invoke(
-        app, ["verify", "--matrix", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
-    )
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not (tmp_path / "out").exists()

@@ -138,51 +138,37 @@ def test_senseless_options_are_explained(
     assert not list(tmp_path.iterdir())
 
 
-def test_switches_that_make_no_difference_are_refused(tmp_path: Path) -> None:
-    """Both runs would be the same, so their equality would prove nothing."""
-    out = tmp_path / "out"
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    result = runner.invoke(app, ["verify", "--device", "cpu", "--switch", "replay", "--out", str(out)])
-    assert result.exit_code == 2 and "--switch replay: on CPUs microbatches are not replayed" in result.output
-    useless = ["--switch", "storage", "--precision", "fp8-delayed"]
-    result = runner.invoke(app, ["verify", "--device", "cpu", *useless, "--out", str(out)])
-    assert result.exit_code == 2 and "--switch storage: no weights are stored in FP8" in result.output
-    result = runner.invoke(app, ["verify", "--matrix", "--switch", "replay", "--out", str(out)])
-    assert result.exit_code == 2 and "leave --switch out" in result.output
-    assert not out.exists()
-
-
-def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
-    options = ["--only", "PP 2", "--out", str(tmp_path / "out")]
-    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["verify", *options])
-    assert result.exit_code == 2
-    assert "--only chooses among rows of --matrix" in result.output
-    assert not (tmp_path / "out").exists()
+OWN = ["--model", "json:loads", "--batches", "json:loads"]
+CPU = ["--device", "cpu"]
+MATRIX = ["--matrix", *CPU]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        # Both runs would be the same, so their equality would prove nothing.
+        (["--switch", "replay", *CPU], "--switch replay: on CPUs microbatches are not replayed"),
+        (["--switch", "storage", "--precision", "fp8-delayed", *CPU], "no weights are stored in FP8"),
+        ([*MATRIX, "--switch", "replay"], "leave --switch out"),
+        ([*MATRIX, "--switch", "flag", "--switch", "fusion"], "leave --switch out"),
+        ([*MATRIX, "--only", "pp 3"], "no row of the matrix can run here"),
+        ([*MATRIX, "--ranks", "3"], "they need 4 ranks"),
+        ([*MATRIX, "--steps", "0"], "--steps"),
+        ([*MATRIX, "--heads", "1", "--only", "tp 2,"], "kv_heads is 1, which 2 tensor-parallel ranks"),
+        ([*MATRIX, "--seq", "33", "--only", "+ SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
+        (["--only", "PP 2"], "--only chooses among rows of --matrix"),
         (["--model", "a.py:build"], "--model and --batches go together"),
         (["--model", "a.py:build", "--batches", "a.py:b"], "there is no file a.py"),
         (["--model", "build", "--batches", "json:loads"], "'build' names no function"),
         (["--model", "json:build", "--batches", "json:loads"], "json has no function 'build'"),
         (["--model", "no.such:build", "--batches", "json:loads"], "'no.such:build': No module named 'no'"),
-        (
-            ["--model", "json:loads", "--batches", "json:loads", "--hidden", "64"],
-            "--hidden does not apply to a",
-        ),
-        (
-            ["--model", "json:loads", "--batches", "json:loads", *2 * ["--precision", "fp32"]],
-            "--model takes one --precision, not 2",
-        ),
-        (["--model", "json:loads", "--batches", "json:loads", "--matrix"], "--matrix does not apply to a"),
+        ([*OWN, "--hidden", "64"], "--hidden does not apply to a"),
+        ([*OWN, *2 * ["--precision", "fp32"]], "--model takes one --precision, not 2"),
+        ([*OWN, "--matrix"], "--matrix does not apply to a"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_for_ones_own_model_that_make_no_sense(
-    options: list[str], message: str, tmp_path: Path
-) -> None:
+def test_options_of_verify_that_make_no_sense(options: Any, message: str, tmp_path: Path) -> None:
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     result = runner.invoke(app, ["verify", *options, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output

@@ -19,11 +19,10 @@ from flatfsdp.flat.nested import tensors_in
 from tests.support.diverging.plans import Block, Divergence, Plan, What
 from tests.support.diverging.search import BACKEND_ERRORS, PATIENCE, WORDS, Tally, judged
 from tests.support.diverging.training import Report, Route, Sharded, build, check_on_rank
+from tests.support.models import FLAGS, RESHARD
 from tests.support.ranks import on_ranks, run_ranks, stop_pools
 from tests.support.stress.models import BATCH
 
-ZEROS = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 EQUAL = (Block(),) * 3
 BACKWARDS = (2, 1, 0)
 
@@ -61,7 +60,7 @@ def test_a_rank_that_does_something_else_is_right_or_named(ranks: int, examples:
 
 
 @FLAGS
-@ZEROS
+@RESHARD
 def test_units_of_equal_size_in_another_order_raise_on_every_rank(reshard: bool, flag: bool) -> None:
     divergence = Divergence("another order", BACKWARDS, rank=1)
     plan = Plan(2, EQUAL, divergence, reshard_after_forward=reshard, flag=flag)
@@ -128,7 +127,7 @@ def test_a_mismatch_leaves_the_process_group_in_step() -> None:
 # ---- what only one rank asks for ------------------------------------------------------------------------
 
 
-@ZEROS
+@RESHARD
 @pytest.mark.parametrize("what", ["evaluates", "state dict", "summons parameters"])
 def test_what_one_rank_does_before_the_training_raises_on_every_rank(what: What, reshard: bool) -> None:
     """Gathers of different kinds, or of different units of one size, meet."""
@@ -199,9 +198,7 @@ def test_a_block_may_return_what_contains_its_input(rank: int, world_size: int, 
     for each, loss in ((plain, sum(losses)), (model, model(inputs[rank], dropped[rank]))):
         loss.backward()
         torch.optim.SGD(each.parameters(), lr=1.0).step()
-    ours = model.state_dict()
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.parallel import make_mesh
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def sums(rank: int, world_size: int) -> list[float]:
+@on_ranks(4)
+def test_each_group_sums_over_its_ranks(rank: int) -> None:
     """Sums of 10 ^ rank over the ranks of each group."""
     mesh = make_mesh(pp=2, tp=2)
     found = []
@@ -17,13 +18,10 @@ def sums(rank: int, world_size: int) -> list[float]:
         total = torch.tensor(10.0**rank)
         dist.all_reduce(total, group=group)
         found.append(total.item())
-    return found
-
-
-def test_each_group_sums_over_its_ranks() -> None:
-    assert run_ranks(4, sums) == [
+    expected = [
         [11.0, 1.0, 101.0, 11.0, 1.0],
         [11.0, 10.0, 1010.0, 11.0, 10.0],
         [1100.0, 100.0, 101.0, 1100.0, 100.0],
         [1100.0, 1000.0, 1010.0, 1100.0, 1000.0],
     ]
+    assert found == expected[rank]

@@ -19,8 +19,9 @@ from flatfsdp.checkpoint import manifest
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
-from tests.support.models import Trace, grads_of, same, same_trace
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.against_plain import assert_equal
+from tests.support.models import Trace, grads_of, same, same_trace, update
+from tests.support.ranks import on_ranks
 
 lightning = pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
 
@@ -81,8 +82,7 @@ def train_plainly(model: FlatFSDP, rank: int) -> Trace:
             losses[-1].backward()
         grads += grads_of(model)
         model.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return trace(model, optimizer, losses, grads)
 
 
@@ -102,8 +102,7 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
                 fabric.backward(losses[-1])
         grads += grads_of(flat)
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return trace(flat, flat_optimizer, losses, grads)
 
 
@@ -111,14 +110,9 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
 def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
     """The same with the flag off, and with compiled blocks."""
     expected = train_plainly(build(), rank)
-    found = [
-        train_with_fabric(start(rank, world_size), build()),
-        train_with_fabric(start(rank, world_size), build(), by_hand=True),
-        train_with_fabric(start(rank, world_size), build(flag=False)),
-        train_with_fabric(start(rank, world_size), build(compiled=True)),
-    ]
-    of_rank = [same_trace(each, expected) for each in found]
-    assert of_rank == [dict.fromkeys(Trace._fields, True)] * 4
+    for options, by_hand in (({}, False), ({}, True), ({"flag": False}, False), ({"compiled": True}, False)):
+        found = train_with_fabric(start(rank, world_size), build(**options), by_hand=by_hand)
+        assert same_trace(found, expected) == dict.fromkeys(Trace._fields, True), (options, by_hand)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------
@@ -140,8 +134,7 @@ class Run:
         for step in range(self.state["step"], until):
             for batch in microbatches(model, batches_of(step, self.rank)):
                 self.fabric.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
             self.scheduler.step()
         self.state["step"] = until
 
@@ -158,24 +151,20 @@ def test_a_run_goes_on_from_its_checkpoint(rank: int, world_size: int, tmp_path:
     first.train(2)
     first.fabric.save(folder, first.state)
     rest = second.fabric.load(folder, second.state)
-    is_read = second.state["step"] == 2 and rest == {}
+    assert second.state["step"] == 2 and rest == {}
     second.train(4)
+    assert same(second.result(), through.result())
 
     engine_only = build()
     checkpoint.load(folder, engine_only)
+    assert same(list(engine_only.parameters()), first.result()[:-1])
     partly = Run(rank, world_size)
     rest = partly.fabric.load(folder, {"net": partly.flat})
+    assert rest["step"] == 2 and set(rest) == {"step", "scheduler"}
     with pytest.raises(KeyError, match="no epoch; it has"):
         partly.fabric.load(folder, {"net": partly.flat, "epoch": 0})
     partly.fabric.load(folder, {"net": partly.flat, "epoch": 0}, strict=False)
-    found = {
-        "state": is_read,
-        "resumed": same(second.result(), through.result()),
-        "read by the engine": same(list(engine_only.parameters()), first.result()[:-1]),
-        "the model alone": same(list(partly.flat.parameters()), first.result()[:-1]),
-        "what is left": rest["step"] == 2 and set(rest) == {"step", "scheduler"},
-    }
-    assert all(found.values()), found
+    assert same(list(partly.flat.parameters()), first.result()[:-1])
 
 
 @on_ranks(1, 2)
@@ -218,16 +207,12 @@ def test_what_a_load_would_refuse_is_not_saved(rank: int, world_size: int, tmp_p
     run.fabric.load(tmp_path, run.state)
 
 
-def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:
-    run = Run(rank, world_size)
-    run.fabric.load_raw(file, run.state["model"])
-    saved = torch.load(file)
-    return all(torch.equal(value, saved[name]) for name, value in run.state["model"].state_dict().items())
-
-
-def test_the_state_dict_of_a_plain_model_can_be_loaded(tmp_path: Path) -> None:
-    torch.save(GPT(CONFIG, seed=7).state_dict(), tmp_path / "plain.pt")
-    assert run_ranks(2, loads_plain_file, tmp_path / "plain.pt") == [True, True]
+@on_ranks(2)
+def test_the_state_dict_of_a_plain_model_can_be_loaded(rank: int, world_size: int, tmp_path: Path) -> None:
+    run, saved = Run(rank, world_size), GPT(CONFIG, seed=7).state_dict()
+    torch.save(saved, tmp_path / f"plain-{rank}.pt")
+    run.fabric.load_raw(tmp_path / f"plain-{rank}.pt", run.state["model"])
+    assert_equal(dict(run.state["model"].state_dict()), dict(saved))
 
 
 # ---- other calls ----------------------------------------------------------------------------------------
@@ -273,22 +258,15 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
         fabric.setup(GPT(CONFIG))
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match=r"over 1 of 2 ranks.*wrap it after fabric\.launch"):
-        fabric.setup(
-            auto_wrap(
-                GPT(CONFIG),
-                by_class(Block),
-                mesh=DeviceMesh.from_group(alone, "cpu"),
-                optimize_backward_concat=False,
-            )
-        )
-    elsewhere = auto_wrap(GPT(CONFIG), by_class(Block), optimize_backward_concat=False)
+        fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), mesh=DeviceMesh.from_group(alone, "cpu")))
+    elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
     elsewhere.fsdp_state.shared.device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="model is on cuda:0, and Lightning's device is cpu"):
         fabric.setup(elsewhere)
     plain = GPT(CONFIG)
     optimizer = adamw(plain)
     with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is sharded"):
-        fabric.setup(auto_wrap(plain, by_class(Block), optimize_backward_concat=False), optimizer)
+        fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
 
     model = build()
     with pytest.raises(ValueError, match="the state has 0, 0 and 0"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import flatfsdp.compat.fairscale
+from tests.support.against_plain import assert_equal
 from tests.support.fairscale_programs import (
     BUILDS,
     PLAIN,
@@ -22,6 +22,7 @@ from tests.support.fairscale_programs import (
     State,
     automatically,
     by_hand,
+    joined,
     local_files,
     made,
     names_of,
@@ -33,7 +34,7 @@ from tests.support.fairscale_programs import (
     train_plain,
     trained,
 )
-from tests.support.models import VOCAB, WIDTH, Net, data
+from tests.support.models import VOCAB, WIDTH, data, plain_net
 from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["flag off", "flag on"])
@@ -55,12 +56,9 @@ def assert_close(
     found: tuple[list[Tensor], State], expected: tuple[list[Tensor], State], **tolerance: float
 ) -> None:
     assert list(found[1]) == list(expected[1])
-    for name, value in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], value, **tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
-    for ours, plain in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(ours.reshape(()), plain.reshape(()), **tolerance)
+    torch.testing.assert_close(found[1], expected[1], **tolerance)
+    losses, theirs = ([loss.reshape(()) for loss in each[0]] for each in (found, expected))
+    torch.testing.assert_close(losses, theirs, **tolerance)
 
 
 @FLAGS
@@ -90,32 +88,24 @@ def test_options_that_change_no_result(options: dict[str, Any]) -> None:
     assert_close(on_cpu(automatically, options), expected, rtol=1e-4, atol=1e-5)
 
 
-def is_gathered_after_forward(rank: int, world_size: int, keep: bool) -> bool:
-    options = {"disable_reshard_on_root": keep}
-    model: Any = made(automatically, names_of("flatfsdp"), torch.device("cpu"), options)
+@pytest.mark.parametrize("keep", [True, False])
+@on_ranks(2)
+def test_the_root_is_kept_after_forward_only_if_asked(rank: int, keep: bool) -> None:
+    model = made(automatically, disable_reshard_on_root=keep)
     model(next(data(rank, 1, 1))[0])
-    return not model.fsdp_state.is_sharded
+    assert model.fsdp_state.is_sharded != keep
 
 
-def test_the_root_is_kept_after_forward_only_if_asked() -> None:
-    assert run_ranks(2, is_gathered_after_forward, True) == [True, True]
-    assert run_ranks(2, is_gathered_after_forward, False) == [False, False]
-
-
-def accumulate_without_no_sync(rank: int, world_size: int) -> list[Tensor]:
-    """Gradient norms after one backward, after two without no_sync, and after two with it."""
+@on_ranks(2)
+def test_accumulation_without_no_sync_adds_up_shards(rank: int) -> None:
     norms = []
     for microbatches, synced in ((1, True), (2, True), (2, False)):
-        model: Any = made(by_hand, names_of("flatfsdp"), torch.device("cpu"), {})
+        model = made(by_hand)
         for index, tokens in enumerate(next(data(rank, 1, microbatches))):
             with nullcontext() if synced or index == microbatches - 1 else model.no_sync():
                 model(tokens).backward()
         norms.append(model.clip_grad_norm_(1e9))
-    return norms
-
-
-def test_accumulation_without_no_sync_adds_up_shards() -> None:
-    one, two, in_no_sync = run_ranks(2, accumulate_without_no_sync)[0]
+    one, two, in_no_sync = norms
     assert two > 1.2 * one
     torch.testing.assert_close(two, in_no_sync)
 
@@ -128,8 +118,7 @@ def reduced_grads(
 ) -> tuple[State, dict[str, Any], float]:
     """This rank's shards of the gradients of three microbatches, what describes them, and their norm."""
     api = names_of("flatfsdp")
-    torch.manual_seed(0)
-    net = Net().to(param)
+    net = plain_net().to(param)
     for index, block in enumerate(net.blocks):
         net.blocks[index] = api.FullyShardedDataParallel(block, **options)
     model = api.FullyShardedDataParallel(net, **options)
@@ -149,8 +138,7 @@ def reduced_grads(
 
 def plain_grads(rank: int, world_size: int, compute: torch.dtype, reduce: torch.dtype) -> State:
     """The same for the plain model in `compute`, added up and averaged in `reduce`, by as many threads."""
-    torch.manual_seed(0)
-    net = Net().to(compute)
+    net = plain_net().to(compute)
     mean: State = {}
     for of_rank in range(world_size):
         batches = next(data(of_rank, 1, 3))
@@ -165,11 +153,7 @@ def plain_grads(rank: int, world_size: int, compute: torch.dtype, reduce: torch.
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True], ids=["narrow", "fp32"])
 @pytest.mark.parametrize(
     ("param", "compute"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, torch.bfloat16),
-    ],
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)],
     ids=["mixed bf16", "mixed fp16", "pure bf16"],
 )
 def test_gradients_are_added_up_and_reduced_in_the_chosen_dtype(
@@ -183,14 +167,11 @@ def test_gradients_are_added_up_and_reduced_in_the_chosen_dtype(
         "optimize_backward_concat": flag,
     }
     results = run_ranks(2, reduced_grads, param, options)
-    join = names_of("flatfsdp").FullyShardedDataParallel.consolidate_shard_weights
-    found = join([shards for shards, _, _ in results], [metadata for _, metadata, _ in results])
     reduce = torch.float32 if fp32_reduce_scatter else compute
-    expected = run_ranks(2, plain_grads, compute, reduce)[0]
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        assert torch.equal(found[name].float(), grad.float()), name
-    norm = torch.nn.utils.get_total_norm([grad.float() for grad in expected.values()])
+    grads = joined(results), run_ranks(2, plain_grads, compute, reduce)[0]
+    found, expected = ({name: grad.float() for name, grad in each.items()} for each in grads)
+    assert_equal(found, expected)
+    norm = torch.nn.utils.get_total_norm([*expected.values()])
     assert results[0][2] == pytest.approx(norm.item(), rel=1e-2)
 
 
@@ -222,10 +203,10 @@ def with_batchnorm(api: Any, device: torch.device, options: dict[str, Any]) -> n
 def test_batchnorm_in_its_own_unit(alone: bool) -> None:
     """Statistics are each rank's own, so rank 0 trains alone as reference; gradients are averaged."""
     results = run_ranks(2, batchnorm_step, {"single_rank_pg": alone})
-    plain = made(with_batchnorm, PLAIN, torch.device("cpu"), {})
+    plain = made(with_batchnorm, PLAIN)
     grads = []
     for rank in range(2):
-        model = made(with_batchnorm, PLAIN, torch.device("cpu"), {})
+        model = made(with_batchnorm, PLAIN)
         model(next(data(rank, 1, 1))[0]).backward()
         grads.append([p.grad for p in model.parameters()])
         assert torch.equal(results[rank]["stem.1.running_mean"], model.stem[1].running_mean)
@@ -236,7 +217,7 @@ def test_batchnorm_in_its_own_unit(alone: bool) -> None:
 
 
 def batchnorm_step(rank: int, world_size: int, options: dict[str, Any]) -> State:
-    model = made(with_batchnorm, names_of("flatfsdp"), torch.device("cpu"), options)
+    model = made(with_batchnorm, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(next(data(rank, 1, 1))[0]).backward()
     optimizer.step()
@@ -245,8 +226,7 @@ def batchnorm_step(rank: int, world_size: int, options: dict[str, Any]) -> State
 
 @on_ranks(2)
 def test_batchnorm_stays_in_fp32_in_mixed_precision(rank: int) -> None:
-    options = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
-    model: Any = made(with_batchnorm, names_of("flatfsdp"), torch.device("cpu"), options)
+    model = made(with_batchnorm, mixed_precision=True, compute_dtype=torch.bfloat16)
     norm = model.module.stem[1]
     inputs: list[torch.dtype] = []
     norm.register_forward_pre_hook(lambda m, args: inputs.append(args[0].dtype))
@@ -259,8 +239,9 @@ def test_batchnorm_stays_in_fp32_in_mixed_precision(rank: int) -> None:
 # ---- groups and scaling ---------------------------------------------------------------------------------
 
 
-def experts(rank: int, world_size: int) -> tuple[bool, Any, list[bool]]:
-    """An expert on each rank in a group of one, inside a model over both; units that are marked as alone."""
+@on_ranks(2)
+def test_units_may_have_other_groups_than_their_root(rank: int, world_size: int) -> None:
+    """An expert on each rank in a group of one, inside a model over both."""
     api = names_of("flatfsdp")
     alone = [torch.distributed.new_group([r]) for r in range(world_size)][rank]
     torch.manual_seed(0)
@@ -282,16 +263,11 @@ def experts(rank: int, world_size: int) -> tuple[bool, Any, list[bool]]:
     model(x).square().sum().backward()
     optimizer.step()
     state = model.state_dict()
-    same = torch.equal(state["0.weight"], before[0] - averaged) and torch.equal(
-        state["1.weight"], before[1] - own
-    )
+    assert torch.equal(state["0.weight"], before[0] - averaged)
+    assert torch.equal(state["1.weight"], before[1] - own)
     full = model.gather_full_optim_state_dict(optimizer)
-    marked = [each.no_broadcast_optim_state for each in (model, model.module[1])]
-    return same, None if full is None else full["uncollected_local_ids"], marked
-
-
-def test_units_may_have_other_groups_than_their_root() -> None:
-    assert run_ranks(2, experts) == [(True, [1], [False, True]), (True, None, [False, True])]
+    assert full["uncollected_local_ids"] == [1] if rank == 0 else full is None
+    assert [each.no_broadcast_optim_state for each in (model, model.module[1])] == [False, True]
 
 
 @on_ranks(2)
@@ -354,8 +330,7 @@ def compare_bits(build: Build, options: dict[str, Any], flag: bool, loop: dict[s
     for (their_losses, their_state), (our_losses, our_state) in zip(theirs, ours, strict=True):
         assert [loss.item() for loss in our_losses] == [loss.item() for loss in their_losses]
         # In fairscale's, tied parameters come last.
-        assert our_state.keys() == their_state.keys()
-        assert [n for n, v in our_state.items() if not torch.equal(v, their_state[n])] == []
+        assert_equal(our_state, their_state)
 
 
 class TestBesideFairscale:
@@ -391,10 +366,7 @@ class TestBesideFairscale:
 
     def test_fairscales_shards_are_joined(self) -> None:
         files = run_ranks(2, local_files, "fairscale", "cuda", by_hand, backend="nccl")
-        join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
-        joined = join([local for local, _, _ in files], [metadata for _, metadata, _ in files])
-        assert joined.keys() == files[0][2].keys()
-        assert all(torch.equal(joined[name], value) for name, value in files[0][2].items())
+        assert_equal(joined(files), files[0][2])
 
     @pytest.mark.parametrize("build", [by_hand, tied_and_frozen])
     def test_optimizer_state_moves_between_both(self, build: Build) -> None:

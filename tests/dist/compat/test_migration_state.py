@@ -12,11 +12,14 @@ from torch import nn
 
 import flatfsdp.checkpoint
 import flatfsdp.compat.fairscale
+from tests.support.against_plain import assert_equal
 from tests.support.fairscale_programs import (
+    CPU,
     PLAIN,
     Build,
     adam,
     by_hand,
+    joined,
     local_files,
     made,
     names_of,
@@ -32,14 +35,15 @@ from tests.support.ranks import on_ranks, run_ranks
 # ---- models ---------------------------------------------------------------------------------------------
 
 
-def test_state_dicts_are_saved_and_loaded() -> None:
-    for result in run_ranks(2, saved_and_loaded, "flatfsdp", "cpu"):
+@pytest.mark.parametrize("program", [saved_and_loaded, summoned])
+def test_state_dicts_are_saved_and_loaded_and_full_parameters_are_summoned(program: Any) -> None:
+    for result in run_ranks(2, program, "flatfsdp", "cpu"):
         assert all(result.values()), result
 
 
 @on_ranks(2)
 def test_a_state_dict_that_does_not_fit_is_reported_by_name() -> None:
-    model = made(by_hand, names_of("flatfsdp"), torch.device("cpu"), {})
+    model = made(by_hand)
     state = model.state_dict()
     del state["blocks.1.up.weight"]
     state["extra"] = torch.zeros(1)
@@ -55,14 +59,11 @@ def test_a_state_dict_that_does_not_fit_is_reported_by_name() -> None:
 @pytest.mark.parametrize("build", [by_hand, tied_and_frozen])
 def test_local_shards_are_joined_without_ranks(build: Build) -> None:
     files = run_ranks(4, local_files, "flatfsdp", "cpu", build)
-    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
-    joined = join([local for local, _, _ in files], [metadata for _, metadata, _ in files])
-    assert joined.keys() == files[0][2].keys()
-    assert all(torch.equal(joined[name], value) for name, value in files[0][2].items())
+    assert_equal(joined(files), files[0][2])
     with pytest.raises(ValueError, match="one pair a rank"):
-        join([files[0][0]], [])
+        flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights([files[0][0]], [])
     with pytest.raises(ValueError, match="is missing"):
-        join([files[0][0]], [files[0][1]])
+        joined(files[:1])
 
 
 def expert_files(rank: int, world_size: int, ranks_of_expert: int) -> tuple[dict[str, Any], Any, Any]:
@@ -84,22 +85,17 @@ def expert_files(rank: int, world_size: int, ranks_of_expert: int) -> tuple[dict
 
 def test_of_experts_the_first_ranks_is_joined() -> None:
     files = run_ranks(2, expert_files, 1)
-    weights, metadata = [local for local, _, _ in files], [about for _, about, _ in files]
     assert not torch.equal(files[0][2]["1.weight"], files[1][2]["1.weight"])
-    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
-    joined = join(weights, json.loads(json.dumps(metadata)))
-    assert joined.keys() == files[0][2].keys()
-    assert all(torch.equal(joined[name], value) for name, value in files[0][2].items())
+    from_json = [(local, json.loads(json.dumps(about)), full) for local, about, full in files]
+    assert_equal(joined(from_json), files[0][2])
     # The engine itself has no rule for which of them is meant.
     with pytest.raises(ValueError, match=r"1\.flat_param: ranks hold different values"):
-        flatfsdp.checkpoint.consolidate(weights, metadata)
+        flatfsdp.checkpoint.consolidate(*zip(*(each[:2] for each in files), strict=True))
 
 
 def test_experts_over_several_ranks_are_refused() -> None:
-    files = run_ranks(4, expert_files, 2)
-    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
     with pytest.raises(ValueError, match=r"1\.flat_param: ranks hold different values.*experts"):
-        join([local for local, _, _ in files], [about for _, about, _ in files])
+        joined(run_ranks(4, expert_files, 2))
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------
@@ -114,7 +110,7 @@ def test_optimizer_state_moves_to_other_numbers_of_ranks(build: Build) -> None:
     numbers = list(full["param_id_map"])
     assert numbers == full["param_groups"][0]["params"] == list(range(len(numbers)))
     assert full["uncollected_local_ids"] == []
-    plain = made(build, PLAIN, torch.device("cpu"), {})
+    plain = made(build, PLAIN)
     trained = [p for p in plain.parameters() if p.requires_grad]
     shapes = sorted(tuple(entry["exp_avg"].shape) for entry in full["state"].values())
     assert shapes == sorted(tuple(p.shape) for p in trained)
@@ -123,8 +119,7 @@ def test_optimizer_state_moves_to_other_numbers_of_ranks(build: Build) -> None:
     assert all(entry["step"] == 2 for entry in full["state"].values())
     for world_size in (1, 2, 4):
         for found in run_ranks(world_size, optimizer_is_loaded, "flatfsdp", "cpu", build, state, full):
-            for name, value in final.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, final, rtol=1e-4, atol=1e-5)
 
 
 class Scaled(nn.Module):
@@ -170,10 +165,9 @@ def test_moments_of_a_scalar_parameter_have_no_dimensions_and_unused_units_no_st
 
 @on_ranks(2)
 def test_optimizer_state_that_does_not_fit_is_refused(rank: int) -> None:
-    api, cpu = names_of("flatfsdp"), torch.device("cpu")
-    model: Any = made(by_hand, api, cpu, {})
+    model = made(by_hand)
     optimizer = adam(model.parameters())
-    train(model, optimizer, rank, cpu, steps=1)
+    train(model, optimizer, rank, CPU, steps=1)
     full = model.gather_full_optim_state_dict(optimizer)
     if rank == 0:
         with pytest.raises(ValueError, match="has 4 parameters and this model"):
@@ -187,11 +181,3 @@ def test_optimizer_state_that_does_not_fit_is_refused(rank: int) -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(AssertionError, match="full_optimizer_state_dict"):
         model.gather_full_optim_state_dict(torch.optim.SGD(groups, lr=0.1))
-
-
-# ---- whole parameters -----------------------------------------------------------------------------------
-
-
-def test_full_parameters_are_summoned() -> None:
-    for result in run_ranks(2, summoned, "flatfsdp", "cpu"):
-        assert all(result.values()), result

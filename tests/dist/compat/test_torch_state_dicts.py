@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.support.checkpoints import Model, adamw, build, equal, full_state, step
+from tests.support.checkpoints import Model, build, equal, full_state, trained
 from tests.support.ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -26,9 +27,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def _trained(grouped: bool) -> tuple[Any, torch.optim.Optimizer]:
-    model = build(0)
-    optimizer = adamw(model, grouped)
-    step(model, optimizer, 0)
+    model, optimizer = trained(1, grouped=grouped)
     return model, optimizer
 
 
@@ -55,23 +54,15 @@ def test_with_offload_the_first_rank_alone_has_them(rank: int) -> None:
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["all ranks", "from rank 0"])
 @on_ranks(2)
-def test_loading_whole_state_dicts(
-    rank: int, options: StateDictOptions, together: bool, grouped: bool
-) -> None:
+def test_loading_whole_state_dicts(rank: int, options: Any, together: bool, grouped: bool) -> None:
     expected = full_state(*_trained(grouped))
-    model = build(1)
-    optimizer = adamw(model, grouped)
+    model, optimizer = trained(0, seed=1, grouped=grouped)
     given: dict[str, Any] = expected
     if options.broadcast_from_rank0 and rank > 0:
         given = {"model": {}, "optimizer": {}}
     if together:
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=given["model"],
-            optim_state_dict=given["optimizer"],
-            options=options,
-        )
+        given = {"model_state_dict": given["model"], "optim_state_dict": given["optimizer"]}
+        set_state_dict(model, optimizer, **given, options=options)
     else:
         result = set_model_state_dict(model, given["model"], options=options)
         assert result == ([], [])
@@ -98,17 +89,15 @@ def test_loading_names_what_is_missing(rank: int, from_rank0: bool) -> None:
 def test_shards_by_name_are_refused(rank: int) -> None:
     model, optimizer = _trained(False)
     state = full_state(model, optimizer)
-    way_out = r"full_state_dict=True.*flatfsdp\.checkpoint\.save.*sharded_training_state"
-    with pytest.raises(ValueError, match=way_out):
-        get_model_state_dict(model)
-    with pytest.raises(ValueError, match=way_out):
-        get_optimizer_state_dict(model, optimizer)
-    with pytest.raises(ValueError, match=way_out):
-        get_state_dict(nn.ModuleDict({"net": model}), optimizer)
-    with pytest.raises(ValueError, match=way_out):
-        set_model_state_dict(model, state["model"])
-    with pytest.raises(ValueError, match=way_out):
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for ask in (
+        partial(get_model_state_dict, model),
+        partial(get_optimizer_state_dict, model, optimizer),
+        partial(get_state_dict, nn.ModuleDict({"net": model}), optimizer),
+        partial(set_model_state_dict, model, state["model"]),
+        partial(set_optimizer_state_dict, model, optimizer, state["optimizer"]),
+    ):
+        with pytest.raises(ValueError, match=r"full_state_dict=True.*\.checkpoint\.save.*sharded_training_s"):
+            ask()
     flattened = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
         get_optimizer_state_dict(model, optimizer, options=flattened)
@@ -126,8 +115,7 @@ def test_frozen_parameters_are_left_out(rank: int) -> None:
 def test_compiled_models_have_the_names_of_plain_ones(rank: int) -> None:
     model, optimizer = _trained(grouped=False)
     expected = full_state(model, optimizer)
-    other = build(1)
-    other_optimizer = adamw(other, False)
+    other, other_optimizer = trained(0, seed=1)
     compiled = torch.compile(other, backend="eager")
     set_state_dict(
         compiled,

@@ -177,11 +177,7 @@ def norms_of_one_rank(rank: int, world_size: int, block: str) -> list[float]:
     tokens, targets = torch.randint(0, PRESETS["tiny"].vocab, (2, 8, 16))
     try:
         found = run(
-            block,
-            Schedule1F1B=Schedule1F1B,
-            DelayedScaling=DelayedScaling,
-            tokens=tokens,
-            targets=targets,
+            block, Schedule1F1B=Schedule1F1B, DelayedScaling=DelayedScaling, tokens=tokens, targets=targets
         )
     finally:
         PRESETS["8b"] = large

@@ -16,10 +16,8 @@ from flatfsdp import Debug, Precision, Prefetch, by_class, microbatches, shard
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import named_groups
 from tests.support.meshes import REPLICATED
-from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.models import FLAGS, Block, Net, backward, build, data, grads_of, plain_net, same
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def groups(model: Any) -> list[Any]:
@@ -110,8 +108,7 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
 def test_number_of_collectives(rank: int, reshard: bool, count: int, calls: int) -> None:
     """Root gathered once a microbatch, inner units twice (ZeRO-3), or all once a step; each reduced once."""
     model = build(reshard_after_forward=reshard)
-    for tokens in microbatches(model, next(data(rank, 1, count))):
-        model(tokens).backward()
+    backward(model, next(data(rank, 1, count)))
     counted = dict(model.fsdp_state.shared.ledger.calls)
     assert (counted["gather"], counted["reduce"]) == (calls, 4)
 
@@ -194,14 +191,11 @@ def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> N
     model = build(prefetch=Prefetch(depth, depth))
     counts = {}
 
-    def in_forward(*_: Any) -> None:
-        counts["forward"] = sum(unsharded(model))
+    def count(phase: str, *_: Any) -> None:
+        counts[phase] = sum(unsharded(model))
 
-    def in_backward(*_: Any) -> None:
-        counts["backward"] = sum(unsharded(model))
-
-    model.blocks[0].register_forward_hook(in_forward)
-    model.blocks[2].down.register_full_backward_hook(in_backward)
+    model.blocks[0].register_forward_hook(partial(count, "forward"))
+    model.blocks[2].down.register_full_backward_hook(partial(count, "backward"))
     for batches in data(rank, 2, 1):
         model(batches[0]).backward()
     assert counts == {"forward": 2 + depth, "backward": 2 + depth}
@@ -210,20 +204,16 @@ def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> N
 @FLAGS
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, REPLICATED], ids=str)
 @on_ranks(2)
-def test_an_update_reaches_weights_that_are_still_gathered(
-    rank: int, options: dict[str, Any], flag: bool
-) -> None:
+def test_an_update_reaches_weights_that_are_still_gathered(rank: int, options: Any, flag: bool) -> None:
     """A forward whose backward never comes keeps gathered weights; after an update they must not be used."""
-    options = {"optimize_backward_concat": flag, **options}
-    model = build(**options)
+    model = build(optimize_backward_concat=flag, **options)
     tokens = next(data(rank, 1, 1))[0]
     model(tokens)
     with torch.no_grad():
         for shard in model.parameters():
             shard.mul_(0.5)
-    state = model.state_dict()
     plain = Net()
-    plain.load_state_dict(state)
+    plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(model(tokens), plain(tokens))
 
 
@@ -252,12 +242,12 @@ class HidesItsOutput(Block):
 
 
 class OpaqueNet(Net):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
             x = x.value if isinstance(x, Opaque) else x
-        return self.head(x).square().mean()
+        return self.head(x)
 
 
 @FLAGS
@@ -265,8 +255,7 @@ class OpaqueNet(Net):
 def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(rank: int, flag: bool) -> None:
     grads = []
     for block in (Block, HidesItsOutput):
-        torch.manual_seed(0)
-        net = OpaqueNet()
+        net = plain_net(OpaqueNet)
         for b in net.blocks:
             b.__class__ = block
         model = shard(net, by_class(Block), optimize_backward_concat=flag)
@@ -286,8 +275,7 @@ def test_an_opaque_output_of_the_root_can_be_differentiated(rank: int) -> None:
     tokens = next(data(rank, 1, 1))[0]
     grads = []
     for net in (Net, OpaqueResult):
-        torch.manual_seed(0)
-        model = shard(net(), by_class(Block), debug=Debug(poison_on_free=True))
+        model = shard(plain_net(net), by_class(Block), debug=Debug(poison_on_free=True))
         output = model(tokens)
         (output if net is Net else output.loss).backward()
         grads.append(grads_of(model))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, microbatches, shard
+from tests.support.against_plain import assert_equal
 from tests.support.models import whole_grads
 from tests.support.ranks import on_ranks
 from tests.support.te_linear import QuantizedLinear, transformer_engine_linear
@@ -69,9 +70,7 @@ def test_bits_and_memory(rank: int, flag: bool, count: int) -> None:
             assert loss.item() == expected
     found = [state for each in linears(model) for state in (each.scale, each.amax)]
     assert all(map(torch.equal, found, states))
-    grads = whole_grads(model)
-    assert grads.keys() == sums.keys()
-    assert all(torch.equal(grads[name], sums[name]) for name in sums)
+    assert_equal(whole_grads(model), sums)
 
 
 @on_ranks(2)
@@ -95,10 +94,8 @@ def test_two_forwards_before_their_backwards(rank: int) -> None:
         losses = [model(first), model(second)]
         assert [each.saved_bytes for each in linears(model)] == [0, 0, 0]
         sum(losses).backward()
-    for name, grad in whole_grads(model).items():
-        expected = net.get_parameter(name).grad
-        assert expected is not None
-        torch.testing.assert_close(grad, expected.float(), rtol=1e-2, atol=1e-4)
+    expected = {name: p.grad.float() for name, p in net.named_parameters()}
+    torch.testing.assert_close(whole_grads(model), expected, rtol=1e-2, atol=1e-4)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,7 @@ def write_whole(module: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("replace", [load_state_dict, load_checkpoint, write_parts, write_whole])
 @on_ranks(2)
-def test_values_that_were_replaced_do_not_count(
-    rank: int, replace: Callable[..., None], tmp_path: Path
-) -> None:
+def test_values_that_were_replaced_do_not_count(rank: int, replace: Any, tmp_path: Path) -> None:
     module = shard(model(rank), by_class(nn.Linear))
     replace(module, tmp_path / "saved")
     assert use(module).isfinite().all()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Debug, Precision, by_class, microbatches, shard
-from tests.support.models import grads_of, same
+from tests.support.models import grads_of, same, update
 from tests.support.ranks import on_ranks
 
 WIDTH = 16
@@ -84,8 +84,7 @@ def train(rank: int, fuses: bool, is_cached: bool, **options: Any) -> list[Tenso
         for index, x in enumerate(microbatches(model, list(torch.randn(3, 8, WIDTH)))):
             model(x, index == 0 if is_cached else None).backward()
         found += grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return found + [parameter.detach().clone() for parameter in model.parameters()]
 
 

@@ -23,7 +23,8 @@ from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
 from tests.support.meshes import REPLICATED
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.models import same, update
+from tests.support.ranks import on_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -36,54 +37,45 @@ def groups_of(model: Any) -> list[Any]:
 # ---- the same bits -----------------------------------------------------------------------------------------
 
 
-def parity(rank: int, world_size: int, compute: torch.dtype, fuse: Any) -> None:
-    for flag, reshard in itertools.product((False, True), (False, True)):
+def assert_same_runs(rank: int, *models: Any) -> None:
+    """Trains all of them; losses and states are those of the first one."""
+    runs = [(train(model, rank), snapshot(model)) for model in models]
+    for losses, state in runs:
+        assert same(losses, runs[0][0]) and all(loss.isfinite() for loss in losses)
+        assert_same_state(runs[0][1], state)
+
+
+def parity(rank: int, compute: torch.dtype, fuse: Any) -> None:
+    for flag, reshard in itertools.product((False, True), repeat=2):
         options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-        runs = []
-        for in_fp8 in (False, True):
-            model = build(in_fp8, compute, fuse, **options)
-            losses = train(model, rank)
-            runs.append((losses, snapshot(model)))
-        for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
-            assert ours.isfinite() and torch.equal(ours, theirs)
-        assert_same_state(runs[0][1], runs[1][1])
+        assert_same_runs(rank, *(build(in_fp8, compute, fuse, **options) for in_fp8 in (False, True)))
 
 
 @pytest.mark.parametrize("fuse", [False, True, "two_pass"])
 @pytest.mark.parametrize("compute", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_bits_as_layers_that_cast_their_own_weights(
-    world_size: int, compute: torch.dtype, fuse: Any
-) -> None:
-    run_ranks(world_size, parity, compute, fuse)
+@on_ranks(1, 2)
+def test_the_same_bits_as_layers_that_cast_their_own_weights(rank: int, compute: Any, fuse: Any) -> None:
+    parity(rank, compute, fuse)
 
 
-def test_the_same_bits_on_four_ranks() -> None:
+@on_ranks(4)
+def test_the_same_bits_on_four_ranks(rank: int) -> None:
     """Shard boundaries may cut weights anywhere."""
-    run_ranks(4, parity, BF16, True)
+    parity(rank, BF16, True)
 
 
 @on_ranks(4)
 def test_hybrid_sharding(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    runs = [
-        (train(model, rank), snapshot(model)) for model in (build(f, BF16, mesh=mesh) for f in (False, True))
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
-    assert_same_state(runs[0][1], runs[1][1])
+    assert_same_runs(rank, *(build(in_fp8, BF16, mesh=mesh) for in_fp8 in (False, True)))
 
 
 @on_ranks(2)
 def test_recompute(rank: int) -> None:
-    runs = []
-    for in_fp8, call in itertools.product((False, True), (None, fp8.checkpoint)):
-        model = build(in_fp8, BF16, True)
-        if call is not None:
-            model.call = call
-        runs.append((train(model, rank), snapshot(model)))
-    for losses, state in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0][0], losses, strict=True))
-        assert_same_state(runs[0][1], state)
+    models = [build(in_fp8, BF16, True) for in_fp8 in (False, True, False, True)]
+    for model in models[2:]:
+        model.call = fp8.checkpoint
+    assert_same_runs(rank, *models)
 
 
 @on_ranks(2)
@@ -158,8 +150,7 @@ def test_nothing_is_copied_in_or_out(world_size: int) -> None:
             with autocast(recipe=RECIPE):
                 loss = model(x).float().square().mean()
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
     step()
     with CopyCounter(min_numel=4096) as counter:
@@ -217,7 +208,7 @@ def test_a_loaded_checkpoint_is_cast_anew(rank: int) -> None:
             other.load_state_dict(saved)
         else:
             checkpoint.load_local_state_dict(other, local)
-        assert all(torch.equal(a, b) for a, b in zip(expected, train(other, rank, 1), strict=True))
+        assert same(expected, train(other, rank, 1))
 
 
 @on_ranks(2)
@@ -346,7 +337,6 @@ def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) 
 @on_ranks(2)
 def test_resuming_from_a_sharded_checkpoint(rank: int, own: bool, tmp_path: Path) -> None:
     """A sharded checkpoint of model and optimizer; a unit has two flat parameters under one prefix."""
-    path = str(tmp_path)
     make = AdamW if own else partial(torch.optim.AdamW, foreach=False)
 
     def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
@@ -354,19 +344,18 @@ def test_resuming_from_a_sharded_checkpoint(rank: int, own: bool, tmp_path: Path
         with autocast(recipe=RECIPE):
             loss = model(x).float().square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         return loss.detach()
 
     model = build(True, BF16, True)
     optimizer = make(model.parameters(), lr=0.05)
     for seed in range(2):
         step(model, optimizer, seed)
-    checkpoint.save(path, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     expected = [step(model, optimizer, seed) for seed in (2, 3)]
     other = build(True, BF16, True)
     other_optimizer = make(other.parameters(), lr=0.05)
-    checkpoint.load(path, other, other_optimizer)
+    checkpoint.load(tmp_path, other, other_optimizer)
     losses = [step(other, other_optimizer, seed) for seed in (2, 3)]
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert_same_state(snapshot(model), snapshot(other))

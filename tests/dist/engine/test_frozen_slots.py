@@ -46,8 +46,7 @@ def test_training_is_that_of_plain_pytorch(setup: dict[str, Any], schedule: str)
     twins = Twins(net, **setup)
     for frozen in SCHEDULES[schedule]:
         twins.freeze(frozen)
-        twins.step(STEP)
-        twins.zero_grad()
+        twins.train(STEP)
 
 
 @SETUP
@@ -72,5 +71,4 @@ def test_norms_leave_out_what_is_frozen(update: Any) -> None:
     twins = Twins(slot_net(), "our AdamW", update=update)
     for frozen in (["units.0.scale", "inlet.bias"], []):
         twins.freeze(frozen)
-        twins.step(STEP)
-        twins.zero_grad()
+        twins.train(STEP)

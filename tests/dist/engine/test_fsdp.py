@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
+import re
 import time
 from typing import Any
 
@@ -14,25 +13,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
-from flatfsdp import (
-    Debug,
-    FlatFSDP,
-    FlattenParamsWrapper,
-    Precision,
-    auto_wrap,
-    by_class,
-    by_size,
-    microbatches,
-)
+from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, by_size
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import make_mesh
 from tests.support.meshes import REPLICATED, replicating
-from tests.support.models import Block, Net, data, grads_of, same, same_trace, train
+from tests.support.models import (
+    FLAGS,
+    Block,
+    Net,
+    Skipping,
+    backward,
+    data,
+    each_policy,
+    grads_of,
+    plain_net,
+    same_trace,
+    train,
+)
 from tests.support.models import wrapped as build
-from tests.support.ranks import RankFailure, on_ranks, run_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-
+from tests.support.ranks import of_all_ranks, on_ranks
 
 # ---- state dicts ----------------------------------------------------------------------------------------
 
@@ -40,11 +39,9 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 @FLAGS
 @on_ranks(2, 4)
 def test_state_dict_has_original_names_and_master_precision(rank: int, flag: bool) -> None:
-    torch.manual_seed(0)
-    plain = Net()
-    expected = copy.deepcopy(plain.state_dict())
+    expected = plain_net().state_dict()
     options = {"optimize_backward_concat": flag, "precision": Precision(compute=torch.bfloat16)}
-    model = auto_wrap(plain, by_class(Block), **{"optimize_backward_concat": False, **options})
+    model = build(**options)
     state = model.state_dict()
     assert list(state) == list(expected)
     assert all(torch.equal(state[name], expected[name]) for name in expected), (
@@ -85,28 +82,6 @@ def test_training_goes_on_from_a_state_dict(rank: int, options: dict[str, Any]) 
     assert all(equal.values()), equal
 
 
-@on_ranks(2)
-def test_a_wrong_state_dict_names_the_parameter_on_every_rank() -> None:
-    model = build()
-    state = model.state_dict()
-    messages = []
-    for break_it in (
-        lambda s: s.pop("blocks.1.up.weight"),
-        lambda s: s.update({"blocks.1.up.weight": torch.zeros(3)}),
-        lambda s: s.update({"blocks.1.extra": torch.zeros(3)}),
-    ):
-        broken = dict(state)
-        break_it(broken)
-        with pytest.raises(RuntimeError) as error:
-            model.load_state_dict(broken)
-        messages.append(str(error.value))
-    missing, wrong_shape, unexpected = messages
-    assert "Missing key" in missing
-    assert '"blocks.1.up.weight"' in missing
-    assert "size mismatch for blocks.1.up.weight" in wrong_shape
-    assert '"blocks.1.extra"' in unexpected
-
-
 @on_ranks(4)
 def test_loading_reaches_ranks_that_hold_only_padding() -> None:
     """The last rank's shard is all padding, so that loading writes nothing there."""
@@ -115,9 +90,8 @@ def test_loading_reaches_ranks_that_hold_only_padding() -> None:
     model(x)
     state = model.state_dict()
     model.load_state_dict({name: value + 1 for name, value in state.items()})
-    torch.testing.assert_close(
-        model(x).detach(), x @ (state["weight"] + 1).t() + state["bias"] + 1, rtol=1e-5, atol=1e-5
-    )
+    expected = x @ (state["weight"] + 1).t() + state["bias"] + 1
+    torch.testing.assert_close(model(x).detach(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- gradient norm --------------------------------------------------------------------------------------
@@ -126,20 +100,15 @@ def test_loading_reaches_ranks_that_hold_only_padding() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("options", [{}, REPLICATED], ids=str)
 @on_ranks(2)
-def test_clip_grad_norm_sees_all_ranks(
-    rank: int, world_size: int, options: dict[str, Any], norm_type: float
-) -> None:
+def test_clip_grad_norm_sees_all_ranks(rank: int, options: Any, norm_type: float) -> None:
     model = build(optimize_backward_concat=True, **options)
-    for tokens in microbatches(model, next(data(rank, 1, 2))):
-        model(tokens).backward()
+    backward(model, next(data(rank, 1, 2)))
     before = grads_of(model)
-    pieces: list[Any] = [None] * world_size
-    dist.all_gather_object(pieces, torch.cat(before))
+    pieces = of_all_ranks(torch.cat(before))
     expected = torch.linalg.vector_norm(torch.cat(pieces[:1] if options else pieces), norm_type)
     norm = model.clip_grad_norm_(0.1, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    for clipped, grad in zip(grads_of(model), before, strict=True):
-        torch.testing.assert_close(clipped, grad * (0.1 / (expected + 1e-6)))
+    torch.testing.assert_close(grads_of(model), [grad * (0.1 / (expected + 1e-6)) for grad in before])
     for shard in model.parameters():
         shard.grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="norm is nan"):
@@ -180,63 +149,34 @@ class OddNet(nn.Module):
         return self.tower(self.twice(y)).square().mean()
 
 
-@FLAGS
-@pytest.mark.parametrize("reshard", [True, False])
+@each_policy
 @on_ranks(2)
-def test_frozen_tied_unused_and_twice_used_parameters(
-    rank: int, world_size: int, flag: bool, reshard: bool
-) -> None:
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
-    torch.manual_seed(0)
-    plain = OddNet()
-    sharded = copy.deepcopy(plain)
+def test_frozen_tied_unused_and_twice_used_parameters(rank: int, world_size: int, policy: Any) -> None:
+    plain, sharded = plain_net(OddNet), plain_net(OddNet)
     for name in ("inner", "twice", "tower"):
-        setattr(
-            sharded, name, FlatFSDP(getattr(sharded, name), **{"optimize_backward_concat": False, **options})
-        )
-    model = FlatFSDP(sharded, **{"optimize_backward_concat": False, **options})
+        setattr(sharded, name, FlatFSDP(getattr(sharded, name), **policy))
+    model = FlatFSDP(sharded, **policy)
     generator = torch.Generator().manual_seed(3)
     batches = [[torch.randn(4, 8, generator=generator) for _ in range(world_size)] for _ in range(2)]
-    for mine in microbatches(model, [per_rank[rank] for per_rank in batches]):
-        model(mine).backward()
+    backward(model, [per_rank[rank] for per_rank in batches])
     for per_rank in batches:
         for x in per_rank:
             (plain(x) / world_size).backward()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    reference = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
-    optimizer.step()
-    reference.step()
+    for each in (model, plain):
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1).step()
     ours, theirs = model.state_dict(), plain.state_dict()
     assert list(ours) == list(theirs)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], msg=name)
+    torch.testing.assert_close(ours, theirs)
     tied = sharded.inner.module
-    if options["optimize_backward_concat"]:
+    if policy["optimize_backward_concat"]:
         assert tied.first.weight is tied.second.weight
 
 
-class SkipsOnOneRank(Net):
-    """Rank 1 never runs the middle block."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
-            if not (index == 1 and dist.get_rank() == 1):
-                x = block(x)
-        return self.head(x).square().mean()
-
-
 @on_ranks(2)
-def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int) -> None:
-    torch.manual_seed(0)
-    plain = SkipsOnOneRank()
-    model = auto_wrap(
-        copy.deepcopy(plain), by_class(Block), mesh=replicating(), optimize_backward_concat=True
-    )
+def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(rank: int, world_size: int) -> None:
+    plain, net = plain_net(Skipping), plain_net(Skipping)
+    model = auto_wrap(net, by_class(Block), mesh=replicating())
+    plain.skips = net.skips = 1 if rank == 1 else -1
     tokens = next(data(0, 1, 1))[0]
     model(tokens).backward()
     plain(tokens).backward()
@@ -249,42 +189,43 @@ def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int)
 # ---- errors ---------------------------------------------------------------------------------------------
 
 
+TOKENS = torch.zeros(1, 2, dtype=torch.long)
+
+
 def tied_across_units() -> None:
     net = Net()
     net.blocks[1].up.weight = net.blocks[0].up.weight
-    auto_wrap(net, by_class(Block), optimize_backward_concat=False)
+    auto_wrap(net, by_class(Block))
 
 
 def tied_through_a_module() -> None:
     net = Net()
     net.blocks[1].up = net.blocks[0].up
-    auto_wrap(net, by_class(Block), optimize_backward_concat=False)
+    auto_wrap(net, by_class(Block))
 
 
 def tied_and_wrapped_by_size() -> None:
     net = Net()
     net.head.weight = net.embedding.weight
-    auto_wrap(net, by_size(20), optimize_backward_concat=False)
+    auto_wrap(net, by_size(20))
 
 
 def sparse_gradient() -> None:
     net = Net()
     net.embedding = nn.Embedding(30, 20, sparse=True)
-    auto_wrap(net, by_class(Block), optimize_backward_concat=True)(
-        torch.zeros(1, 2, dtype=torch.long)
-    ).backward()
+    auto_wrap(net, by_class(Block))(TOKENS).backward()
 
 
 def integer_parameter() -> None:
     net = nn.Linear(2, 2)
     net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
-    FlatFSDP(net, optimize_backward_concat=False)
+    FlatFSDP(net)
 
 
 def sparse_parameter() -> None:
     net = nn.Linear(2, 2)
     net.weight = nn.Parameter(torch.eye(2).to_sparse())
-    FlatFSDP(net, optimize_backward_concat=False)
+    FlatFSDP(net)
 
 
 @pytest.mark.parametrize(
@@ -294,70 +235,18 @@ def sparse_parameter() -> None:
         (sparse_gradient, TypeError, r"embedding\.weight got a torch\.sparse_coo gradient"),
         (integer_parameter, ValueError, r"parameter table is torch\.int32"),
         (sparse_parameter, ValueError, r"parameter weight is a torch\.sparse_coo tensor; .* plain dense"),
-        (
-            lambda: FlatFSDP(nn.LazyLinear(2), optimize_backward_concat=False),
-            ValueError,
-            "weight gets its shape in the first forward",
-        ),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2, device="meta"), optimize_backward_concat=False),
-            ValueError,
-            "parameter weight is on the meta device",
-        ),
-        (
-            lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2)), optimize_backward_concat=False),
-            ValueError,
-            "the module is a FlattenParamsWrapper",
-        ),
+        (lambda: FlatFSDP(nn.LazyLinear(2)), ValueError, "weight gets its shape in the first forward"),
+        (lambda: FlatFSDP(nn.Linear(2, 2, device="meta")), ValueError, "weight is on the meta device"),
+        (lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))), ValueError, "is a FlattenParamsWrapper"),
         (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
         (tied_and_wrapped_by_size, ValueError, "^head: parameter weight is tied to weight, which another"),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2).double(), optimize_backward_concat=False),
-            ValueError,
-            r"weight is float64.*param=torch\.fl",
-        ),
-        (lambda: FlatFSDP("model", optimize_backward_concat=False), TypeError, "takes a module"),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16, optimize_backward_concat=False),
-            TypeError,
-            r"pass Precision\(compute=",
-        ),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0, optimize_backward_concat=False),
-            TypeError,
-            r"pass Prefetch\(forward=",
-        ),
-        (lambda: auto_wrap(Net(), Block, optimize_backward_concat=False), TypeError, r"pass by_class\("),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never", optimize_backward_concat=False),
-            ValueError,
-            "grad_sync is 'never'",
-        ),
-        (
-            lambda: FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False).double(),
-            TypeError,
-            "pass device= and precision=",
-        ),
-        (
-            lambda: setattr(FlatFSDP(Net(), optimize_backward_concat=False), "head", nn.Linear(20, 2)),
-            TypeError,
-            "head cannot be replaced after wrapping",
-        ),
-        (
-            lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)),
-            TypeError,
-            "cannot be copied",
-        ),
-        (
-            lambda: pickle.dumps(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=False)),
-            TypeError,
-            r"save its state_dict\(\)",
-        ),
-        (
-            lambda: auto_wrap(Net(), by_class(nn.Conv2d), optimize_backward_concat=False),
-            ValueError,
-            "picked no module",
-        ),
+        (lambda: FlatFSDP(nn.Linear(2, 2).double()), ValueError, r"weight is float64.*param=torch\.fl"),
+        (lambda: FlatFSDP("model"), TypeError, "takes a module"),
+        (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.half), TypeError, r"pass Precision\(compute="),
+        (lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0), TypeError, r"pass Prefetch\(forward="),
+        (lambda: auto_wrap(Net(), Block), TypeError, r"pass by_class\("),
+        (lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never"), ValueError, "grad_sync is 'never'"),
+        (lambda: auto_wrap(Net(), by_class(nn.Conv2d)), ValueError, "picked no module"),
         (lambda: by_class(3), ValueError, "nn.Module classes"),
         (lambda: by_size(0), ValueError, "positive number"),
     ],
@@ -369,37 +258,9 @@ def test_errors_name_the_cause_and_the_fix(case: Any, error: type[Exception], me
 
 
 def test_second_derivatives_raise() -> None:
-    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=True)
-    loss = model(torch.ones(1, 2)).square().sum()
+    loss = FlatFSDP(nn.Linear(2, 2))(torch.ones(1, 2)).square().sum()
     with pytest.raises(RuntimeError, match="create_graph=True"):
         loss.backward(create_graph=True)
-
-
-def test_a_module_that_the_wrapper_was_given_may_be_replaced() -> None:
-    model = build()
-    for _ in range(2):
-        model.average = latest = nn.Linear(2, 2)
-    assert model.average is latest
-
-
-def test_moving_to_where_it_already_is_changes_nothing() -> None:
-    model = build()
-    assert model.float() is model
-    assert model.to("cpu") is model
-
-
-def mismatch(rank: int, world_size: int, what: str) -> None:
-    torch.manual_seed(0)
-    net, options = Net(), {}
-    if rank == 1 and what == "shape":
-        net.blocks[1].up = nn.Linear(20, 61)
-    if rank == 1 and what == "unit":
-        net.blocks.append(Block())
-    if rank == 1 and what == "policy":
-        options["reshard_after_forward"] = False
-    auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})(
-        torch.zeros(1, 2, dtype=torch.long)
-    )
 
 
 @pytest.mark.parametrize(
@@ -411,26 +272,29 @@ def mismatch(rank: int, world_size: int, what: str) -> None:
     ],
     ids=["shape", "unit", "policy"],
 )
-def test_a_mismatch_raises_on_every_rank_at_once(what: str, message: str) -> None:
-    run_ranks(2, mismatch, "nothing")
+@on_ranks(2)
+def test_a_mismatch_raises_on_every_rank_at_once(rank: int, what: str, message: str) -> None:
+    net, options = Net(), {}
+    if rank == 1 and what == "shape":
+        net.blocks[1].up = nn.Linear(20, 61)
+    if rank == 1 and what == "unit":
+        net.blocks.append(Block())
+    if rank == 1 and what == "policy":
+        options["reshard_after_forward"] = False
     start = time.monotonic()
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(2, mismatch, what)
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        auto_wrap(net, by_class(Block), **options)(TOKENS)
     assert time.monotonic() - start < 20  # and not the 30 of the process group
-    assert len(failure.value.errors) == 2
-    assert all(error is not None and message in error for error in failure.value.errors)
 
 
 # ---- wrapping, meshes, labels ---------------------------------------------------------------------------
 
 
 def test_auto_wrap_by_size_and_by_callable() -> None:
-    model = auto_wrap(Net(), by_size(2000), optimize_backward_concat=False)
+    model = auto_wrap(Net(), by_size(2000))
     assert [isinstance(b, FlatFSDP) for b in model.blocks] == [True] * 3
     assert not isinstance(model.module.blocks, FlatFSDP)
-    model = auto_wrap(
-        Net(), lambda name, module, numel: name in ("blocks.1", "head"), optimize_backward_concat=False
-    )
+    model = auto_wrap(Net(), lambda name, module, numel: name in ("blocks.1", "head"))
     assert [isinstance(b, FlatFSDP) for b in model.blocks] == [False, True, False]
     assert isinstance(model.head, FlatFSDP)
     assert len(named_groups(model)) == 3
@@ -439,9 +303,9 @@ def test_auto_wrap_by_size_and_by_callable() -> None:
 def test_a_module_with_two_paths_becomes_one_unit() -> None:
     net = Net()
     net.blocks[2] = net.blocks[0]
-    model = auto_wrap(net, by_class(Block), optimize_backward_concat=False)
+    model = auto_wrap(net, by_class(Block))
     assert model.blocks[0] is model.blocks[2]
-    model(torch.zeros(1, 2, dtype=torch.long)).backward()
+    model(TOKENS).backward()
     assert len(named_groups(model)) == 3
     # Listed once, under its first name, as in the plain model.
     assert len(grads_of(model)) == len(list(Net(2).parameters()))
@@ -457,8 +321,7 @@ def test_meshes(rank: int) -> None:
         model = build(mesh=mesh, optimize_backward_concat=True)
         train(model, rank)
         results.append(model.state_dict())
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
     off = train(build(mesh=two), rank)
     on = train(build(mesh=two, optimize_backward_concat=True), rank)
     assert all(same_trace(off, on).values())
@@ -484,35 +347,21 @@ def test_a_wrong_mesh_is_named_before_anything_is_sent(rank: int) -> None:
 @on_ranks(2)
 def test_replicas_start_from_the_first_rank(rank: int, world_size: int) -> None:
     model = build(seed=rank, **REPLICATED)
-    batches = next(data(0, 1, 1))
-    losses = [torch.empty(()) for _ in range(world_size)]
-    dist.all_gather(losses, model(batches[0]).detach())
-    assert same(losses, [losses[0]] * world_size)
+    loss = model(next(data(0, 1, 1))[0])
+    assert len({value.item() for value in of_all_ranks(loss.detach())}) == 1
 
 
-def labels(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_the_profiler_shows_unit_microbatch_and_bytes(rank: int) -> None:
     model = build(optimize_backward_concat=True, precision=Precision(compute=torch.bfloat16))
     batches = next(data(rank, 1, 2))
     with torch.no_grad():  # ranks compare what they begin with
         model(batches[0])
     with profile() as trace:
-        for tokens in microbatches(model, batches):
-            model(tokens).backward()
+        backward(model, batches)
     names = [event.name for event in trace.events()]
-    assert not any(
-        "cat" in n or "SplitWithSizes" in n for n in names if n.startswith("aten::cat") or "Split" in n
-    )
-    return [name for name in names if name.startswith("flatfsdp.")]
-
-
-def test_the_profiler_shows_unit_microbatch_and_bytes() -> None:
-    names = run_ranks(2, labels)[0]
+    assert not any(n.startswith("aten::cat") or "SplitWithSizes" in n for n in names)
     assert "flatfsdp.all_gather blocks.0 mb=0 bytes=2560" in names
     assert any(n.startswith("flatfsdp.cast blocks.0 mb=0") for n in names)
-    assert [n.split()[1] for n in names if n.startswith("flatfsdp.reduce_scatter")] == [
-        "blocks.2",
-        "blocks.1",
-        "blocks.0",
-        "root",
-    ]
-    assert all("mb=1" in n for n in names if n.startswith("flatfsdp.reduce_scatter"))
+    reduced = [n.split()[1:3] for n in names if n.startswith("flatfsdp.reduce_scatter")]
+    assert reduced == [[unit, "mb=1"] for unit in ("blocks.2", "blocks.1", "blocks.0", "root")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from flatfsdp import Debug, Precision, by_class, fp8, microbatches, shard
 from flatfsdp.engine.storage.main_grad import FEW
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
+from tests.support.against_plain import assert_equal
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import Trace, grads_of, same, same_trace, whole_grads
+from tests.support.models import FLAGS, Trace, grads_of, plain_net, same, same_trace, update, whole_grads
 from tests.support.plain_layers import error
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 VOCAB, WIDTH, FFN = 48, 32, 64
+BF16 = Precision(compute=torch.bfloat16)
 SHORT = DelayedScaling(amax_history_len=4)
 RECIPES = {"high": None, "delayed": SHORT, "current": CurrentScaling(), "block": BlockScaling()}
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -92,8 +94,7 @@ class Net(nn.Module):
 
 
 def build(net: dict[str, Any], **options: Any) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(**net), by_class(Block), **placed(options))
+    return shard(plain_net(partial(Net, **net)), by_class(Block), **placed(options))
 
 
 def batches_of(rank: int, count: int, step: int = 0) -> list[Tensor]:
@@ -117,8 +118,7 @@ def train(model: Any, rank: int, recipe: Any, caches: bool = False, steps: int =
     for step in range(steps):
         losses += backward(model, batches_of(rank, 3, step), recipe, caches)
         grads += grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     state = [v for p in model.parameters() for v in optimizer.state[p].values()]
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 
@@ -130,9 +130,7 @@ def fp8_buffers(model: nn.Module) -> list[Tensor]:
 # ---- the same bits -----------------------------------------------------------------------------------------
 
 
-def flag_off_and_on(
-    rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], caches: bool
-) -> None:
+def flag_off_and_on(rank: int, recipe: Any, net: dict[str, Any], caches: bool, **options: Any) -> None:
     models = [build(net, optimize_backward_concat=flag, **options) for flag in (False, True)]
     traces = [train(model, rank, recipe, caches, steps=2) for model in models]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
@@ -157,23 +155,21 @@ NETS: dict[str, dict[str, Any]] = {
     # Only delayed scaling leaves anything in a layer from one call to the next.
     [*(("plain", recipe) for recipe in RECIPES), *((net, "delayed") for net in NETS if net != "plain")],
 )
-def test_flag_off_is_flag_on(net: str, recipe: str) -> None:
-    options = {"precision": Precision(compute=torch.bfloat16)}
-    run_ranks(2, flag_off_and_on, RECIPES[recipe], NETS[net], options, net == "plain")
+@on_ranks(2)
+def test_flag_off_is_flag_on(rank: int, net: str, recipe: str) -> None:
+    flag_off_and_on(rank, RECIPES[recipe], NETS[net], net == "plain", precision=BF16)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
-def test_flag_off_is_flag_on_in_every_schedule(schedule: str, recipe: str) -> None:
-    run_ranks(2, flag_off_and_on, RECIPES[recipe], {"ties": True}, SCHEDULES[schedule], recipe == "delayed")
+@on_ranks(2)
+def test_flag_off_is_flag_on_in_every_schedule(rank: int, schedule: str, recipe: str) -> None:
+    flag_off_and_on(rank, RECIPES[recipe], {"ties": True}, recipe == "delayed", **SCHEDULES[schedule])
 
 
-def fused_and_two_pass(
-    rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], others: Any
-) -> None:
-    traces = [
-        train(build({**net, "fused": fused}, **options), rank, recipe, steps=2) for fused in (True, *others)
-    ]
+def fused_and_others(rank: int, recipe: Any, net: dict[str, Any], others: Any, **options: Any) -> None:
+    models = (build({**net, "fused": fused}, **options) for fused in (True, *others))
+    traces = [train(model, rank, recipe, steps=2) for model in models]
     for other in traces[1:]:
         assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
 
@@ -181,18 +177,20 @@ def fused_and_two_pass(
 @FLAGS
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("net", ["plain", "tied", "repeated", "checkpoint"])
-def test_fused_is_two_passes(net: str, recipe: str, flag: bool) -> None:
-    options = {"precision": Precision(compute=torch.bfloat16), "optimize_backward_concat": flag}
-    run_ranks(2, fused_and_two_pass, RECIPES[recipe], NETS[net], options, ("two_pass",))
+@on_ranks(2)
+def test_fused_is_two_passes(rank: int, net: str, recipe: str, flag: bool) -> None:
+    options = {"precision": BF16, "optimize_backward_concat": flag}
+    fused_and_others(rank, RECIPES[recipe], NETS[net], ("two_pass",), **options)
 
 
 @FLAGS
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
 @pytest.mark.parametrize("schedule", ["zero3", "zero2", "every"])
-def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, flag: bool) -> None:
+@on_ranks(2)
+def test_fused_is_not_fused_with_fp32_parameters(rank: int, schedule: str, recipe: str, flag: bool) -> None:
     """Gradients that autograd gets are FP32 sums, too, and the engine adds them up."""
     options = {**SCHEDULES[schedule], "optimize_backward_concat": flag}
-    run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
+    fused_and_others(rank, RECIPES[recipe], {}, ("two_pass", False), **options)
 
 
 @on_ranks(4)
@@ -204,7 +202,7 @@ def test_replicated_and_sharded(rank: int, world_size: int) -> None:
         model = build({"fused": fused}, mesh=mesh, optimize_backward_concat=flag)
         traces.append(train(model, rank, SHORT, caches=True, steps=2))
         for buffer in fp8_buffers(model):
-            assert torch.equal(gathered(buffer.flatten()), buffer.flatten().repeat(world_size))
+            assert all(torch.equal(each, buffer) for each in of_all_ranks(buffer))
     for other in traces[1:]:
         assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
 
@@ -227,11 +225,9 @@ def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype
     vectors = [sum(len(slot.shape) == 1 for slot in group.layout.slots) for group in groups]
     assert min(vectors) <= FEW < max(vectors)
     launches = count * sum(number if number <= FEW else 1 for number in vectors)
-    assert (
-        model.fsdp_state.shared.ledger.bytes["accumulate"],
-        model.fsdp_state.shared.ledger.calls["accumulate"],
-    ) == (expected, launches)
-    assert model.fsdp_state.shared.ledger.bytes["concat"] == 0
+    ledger = model.fsdp_state.shared.ledger
+    assert (ledger.bytes["accumulate"], ledger.calls["accumulate"]) == (expected, launches)
+    assert ledger.bytes["concat"] == 0
 
 
 class Ones(nn.Module):
@@ -250,7 +246,7 @@ class Ones(nn.Module):
 @FLAGS
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_256_and_1_are_257(flag: bool, recipe: str) -> None:
-    model = shard(Ones(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    model = shard(Ones(), optimize_backward_concat=flag, precision=BF16)
     for value in microbatches(model, [256.0, 1.0]):
         with fp8.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
             loss = model(value)
@@ -274,12 +270,6 @@ def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
 # ---- corner cases ------------------------------------------------------------------------------------------
 
 
-def gathered(shard: Tensor) -> Tensor:
-    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
-    dist.all_gather(shards, shard)
-    return torch.cat(shards)
-
-
 @FLAGS
 @on_ranks(2)
 def test_a_layer_that_is_not_used_gets_no_gradient(rank: int, flag: bool) -> None:
@@ -290,7 +280,7 @@ def test_a_layer_that_is_not_used_gets_no_gradient(rank: int, flag: bool) -> Non
         backward(each, batches_of(rank, 2), SHORT)
     assert all(p.grad is None for name, p in model.named_parameters() if "spare" in name)
     grads, expected = whole_grads(model), whole_grads(plain)
-    assert all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert_equal({name: grads[name] for name in expected}, expected)
 
 
 @FLAGS
@@ -361,11 +351,9 @@ def test_fused_and_other_uses_of_one_weight_add_up(rank: int, flag: bool) -> Non
 
     One unit with fused and other layers, a tied weight with one fused and one other use.
     """
-    torch.manual_seed(0)
     traces = []
     for fused in (True, False):
-        torch.manual_seed(0)
-        net = Net(fused=fused, ties=True)
+        net = plain_net(partial(Net, fused=fused, ties=True))
         net.embedding = nn.Embedding(VOCAB, WIDTH)
         torch.manual_seed(1)
         nn.init.normal_(net.embedding.weight, 0, 0.02)
@@ -374,8 +362,7 @@ def test_fused_and_other_uses_of_one_weight_add_up(rank: int, flag: bool) -> Non
         model = shard(net, by_class(Block), optimize_backward_concat=flag)
         traces.append(train(model, rank, SHORT))
     assert same(traces[0].losses[:3], traces[1].losses[:3])
-    for a, b in zip(*(trace.grads for trace in traces), strict=True):
-        assert error(a, b) < 1e-5
+    assert all(error(a, b) < 1e-5 for a, b in zip(traces[0].grads, traces[1].grads, strict=True))
 
 
 @FLAGS

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, by_class, shard
+from flatfsdp import by_class, shard
 from tests.support.against_plain import assert_equal, average
-from tests.support.models import Block
+from tests.support.models import Block, each_policy, plain_net, same
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 WIDTH = 20
 
 
@@ -66,28 +65,17 @@ def adversarial(
     return losses
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @pytest.mark.parametrize("one_root", [False, True], ids=["two_models", "one_model"])
 @on_ranks(1, 2)
-def test_a_critic_is_frozen_in_the_steps_of_its_generator(
-    rank: int, one_root: bool, reshard: bool, flag: bool
-) -> None:
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
-    torch.manual_seed(0)
-    plain = Pair()
-    torch.manual_seed(0)
-    pair: nn.Module = Pair()
+def test_a_critic_is_frozen_in_the_steps_of_its_generator(rank: int, one_root: bool, policy: Any) -> None:
+    plain, pair = plain_net(Pair), plain_net(Pair)
     if one_root:
-        pair = shard(pair, by_class(Block, Part), **options)
+        pair = shard(pair, by_class(Block, Part), **policy)
     else:
-        pair.generator = shard(pair.generator, by_class(Block), **options)
-        pair.critic = shard(pair.critic, by_class(Block), **options)
+        pair.generator = shard(pair.generator, by_class(Block), **policy)
+        pair.critic = shard(pair.critic, by_class(Block), **policy)
     ours = adversarial(pair, pair.generator, pair.critic, rank, nothing)
     theirs = adversarial(plain, plain.generator, plain.critic, rank, average)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert same(ours, theirs)
     assert_equal(dict(pair.state_dict()), dict(plain.state_dict()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from flatfsdp import Precision, by_class, microbatches, param_groups, shard
 from flatfsdp.engine.storage.shard_grad import plain
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data, grads_of, same
-from tests.support.ranks import on_ranks, run_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+from tests.support.models import FLAGS, Block, Net, build, data, grads_of, plain_net, same
+from tests.support.ranks import of_all_ranks, on_ranks
 
 
 def step(model: Any, rank: int, count: int = 2, scale: float = 1.0) -> None:
@@ -50,7 +49,8 @@ def test_divide_factors_replace_the_mean(rank: int, world_size: int, sync: str, 
         mean.set_gradient_divide_factors(1, 0)
 
 
-def fp16_sum(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_dividing_before_the_sum_keeps_it_in_range(world_size: int) -> None:
     """A gradient near fp16's limit on each rank: the sum overflows unless it is divided before."""
     finite = []
     for factors in [(1, world_size), (world_size, 1)]:
@@ -58,19 +58,15 @@ def fp16_sum(rank: int, world_size: int) -> bool:
         model.set_gradient_divide_factors(*factors)
         step(model, 0, count=1, scale=3e5)
         finite.append(all(bool(grad.isfinite().all()) for grad in grads_of(model)))
-    return finite
-
-
-def test_dividing_before_the_sum_keeps_it_in_range() -> None:
-    assert [False, True] in run_ranks(2, fp16_sum)
+    assert [False, True] in of_all_ranks(finite)
 
 
 @FLAGS
 @on_ranks(2)
 def test_a_gradient_scaler_agrees_on_all_ranks(rank: int, flag: bool) -> None:
     """One rank's shard overflows: all ranks skip the step and halve the scale alike."""
-    model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
-    reference = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
+    options = {"precision": Precision(compute=torch.float16), "optimize_backward_concat": flag}
+    model, reference = build(**options), build(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.125)
     scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -93,18 +89,17 @@ def test_a_gradient_scaler_agrees_on_all_ranks(rank: int, flag: bool) -> None:
     step(reference, rank)
     torch.testing.assert_close(norm, reference.clip_grad_norm_(0.5), rtol=2e-3, atol=0)
     theirs.step()
-    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), expected.detach(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-3, atol=1e-4)
 
 
 @FLAGS
 @on_ranks(2)
 def test_gradients_wider_than_their_parameters_are_in_main_grad(rank: int, flag: bool) -> None:
     bf16 = torch.bfloat16
-    wide = build(
-        precision=Precision(param=bf16, compute=bf16, grad=torch.float32), optimize_backward_concat=flag
+    wide, narrow = (
+        build(precision=Precision(param=bf16, compute=bf16, grad=grad), optimize_backward_concat=flag)
+        for grad in (torch.float32, None)
     )
-    narrow = build(precision=Precision(param=bf16, compute=bf16), optimize_backward_concat=flag)
     for model in (wide, narrow):
         step(model, rank)
     for ours, theirs in zip(wide.parameters(), narrow.parameters(), strict=True):
@@ -130,11 +125,7 @@ def test_gradients_wider_than_their_parameters_are_in_main_grad(rank: int, flag:
 @on_ranks(1, 2, 4)
 def test_parameter_groups_over_shards(flag: bool) -> None:
     """Per-parameter learning rates, over shards that end anywhere, equal the plain model's groups."""
-    options = {"optimize_backward_concat": flag}
-    torch.manual_seed(0)
-    plain = Net()
-    torch.manual_seed(0)
-    model = shard(Net(), by_class(Block), **options)
+    plain, model = plain_net(), build(optimize_backward_concat=flag)
     groups = [
         {"params": lambda name, shape: name.endswith("bias"), "lr": 0.5, "weight_decay": 0.1},
         {"params": ["blocks.1.down.weight", "head.weight", "head.bias"], "lr": 0.25},
@@ -159,9 +150,7 @@ def test_parameter_groups_over_shards(flag: bool) -> None:
         torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5), rtol=1e-5, atol=0)
         ours.step()
         theirs.step()
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
     model.zero_grad()
     assert all(p.grad is None for group in ours.param_groups for p in group["params"])
 
@@ -210,21 +199,16 @@ def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
 @on_ranks(2)
 def test_units_may_have_ranks_of_their_own(rank: int) -> None:
     """A unit over its own group is replicated where the rest is sharded, as norms with statistics need."""
-    torch.manual_seed(0)
-    net = Net(2)
+    net, other = (plain_net(partial(Net, 2)) for _ in range(2))
     net.blocks[0] = shard(net.blocks[0], mesh=replicating())
-    model = shard(net, by_class(Block))
-    torch.manual_seed(0)
-    uniform = shard(Net(2), by_class(Block))
+    model, uniform = shard(net, by_class(Block)), shard(other, by_class(Block))
     for m in (model, uniform):
         step(m, rank)
     norms = [m.clip_grad_norm_(0.5) for m in (model, uniform)]
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
     for m in (model, uniform):
         torch.optim.SGD(m.parameters(), lr=1.0).step()
-    ours, theirs = model.state_dict(), uniform.state_dict()
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7, msg=name)
+    torch.testing.assert_close(model.state_dict(), uniform.state_dict(), rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(4)

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from flatfsdp import shard
-from tests.support.models import whole_grads
+from tests.support.models import FLAGS, whole_grads
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 @FLAGS

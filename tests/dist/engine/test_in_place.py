@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import (
-    FlatFSDP,
-    Precision,
-    Prefetch,
-    by_class,
-    register_forward_method,
-    shard,
-)
+from flatfsdp import FlatFSDP, Precision, Prefetch, by_class, register_forward_method, shard
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.api.classes import FlatFSDPModule
-from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import seeded
-from tests.support.models import WIDTH, Block, Net, train_for_losses
-from tests.support.ranks import on_ranks
+from tests.support.models import WIDTH, Block, Net, plain_net, train_for_losses
+from tests.support.ranks import of_all_ranks, on_ranks
 
 
 def in_place(net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
@@ -52,13 +44,10 @@ def test_class_names_and_signature_stay(rank: int) -> None:
     assert list(listed) == list(theirs)
     for name, view in listed.items():
         assert view.is_leaf and view.dim() == 1 and whole_shape(view) == theirs[name].shape
-        everyones: list[Any] = [None, None]
-        dist.all_gather_object(everyones, view.detach())
-        assert torch.equal(torch.cat(everyones), theirs[name].detach().flatten())
+        assert torch.equal(torch.cat(of_all_ranks(view.detach())), theirs[name].detach().flatten())
     assert any(view.numel() == 0 for view in listed.values())
-    assert (
-        isinstance(model.head.weight, nn.Parameter) and model.head.weight.shape == theirs["head.weight"].shape
-    )
+    weight = model.head.weight
+    assert isinstance(weight, nn.Parameter) and weight.shape == theirs["head.weight"].shape
 
 
 @on_ranks(2)
@@ -93,13 +82,7 @@ def grads_as_plain(model: Any, net: nn.Module, compute: Callable[[Any], Tensor])
         if parameter.grad is None:
             assert views[name].grad is None, name
         else:
-            torch.testing.assert_close(whole(views[name].grad), parameter.grad.flatten())
-
-
-def whole(part: Tensor | None) -> Tensor:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, part)
-    return torch.cat(everyones)
+            torch.testing.assert_close(torch.cat(of_all_ranks(views[name].grad)), parameter.grad.flatten())
 
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -374,9 +357,7 @@ def test_a_write_to_an_attribute_is_not_lost_in_silence(flag: bool) -> None:
     with torch.no_grad():
         model.head.bias.fill_(0.0)
         assert model.head.weight.isnan().all()
-        with pytest.raises(
-            RuntimeError, match=r"parameter head\.bias.* was written to .* summon_full_params"
-        ):
+        with pytest.raises(RuntimeError, match=r"head\.bias.* was written to .* summon_full_params"):
             model(TOKENS)
     model(TOKENS).backward()
     with pytest.raises(TypeError, match="cannot be moved or converted"):
@@ -435,9 +416,6 @@ def _failing_for(failing: Any) -> Callable[..., None]:
 @on_ranks(2)
 def test_what_cannot_be_sharded() -> None:
     model = in_place()
-    for make in (shard, FlatFSDP):
-        with pytest.raises(ValueError, match=r"sharded already|keeps its parameters already"):
-            make(model)
     with pytest.raises(TypeError, match=r"^shard\(\) got an unexpected keyword argument 'reshard'"):
         shard(plain_net(), by_class(Block), reshard=True)
     with pytest.raises(TypeError, match="shard takes a module, and then the policy, not a list first"):
@@ -495,11 +473,3 @@ def test_a_refused_model_is_as_it_was(spoil: Callable[[nn.Module], nn.Module], e
     assert not any(isinstance(each, FlatFSDPModule) for each in model.modules())
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     model(TOKENS).backward()
-
-
-@on_ranks(2)
-def test_functional_call_is_refused() -> None:
-    model = in_place()
-    weights = {name: torch.zeros(whole_shape(view)) for name, view in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="functional_call is not supported: call it with a plain copy"):
-        torch.func.functional_call(model, weights, (TOKENS,))

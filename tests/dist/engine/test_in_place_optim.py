@@ -10,7 +10,7 @@ from torch import nn
 from flatfsdp import by_class, param_groups, shard
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.models import Block, Net, data
+from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks
 
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
@@ -34,8 +34,7 @@ def test_groups_by_whole_shape_are_those_of_param_groups() -> None:
 
 @on_ranks(2)
 def test_pytorchs_clipping_and_scaler_see_the_model(rank: int) -> None:
-    torch.manual_seed(0)
-    model = shard(Net(), by_class(Block))
+    model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     ((tokens, bad),) = data(rank, 1, 2)
@@ -55,8 +54,7 @@ def test_pytorchs_clipping_and_scaler_see_the_model(rank: int) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0
-    for value, (_, group) in zip(before, named_groups(model), strict=True):
-        assert torch.equal(value, group.master.flat)
+    assert same(before, [group.master.flat for _, group in named_groups(model)])
 
 
 @on_ranks(2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import Debug, auto_wrap, by_class
+from flatfsdp import auto_wrap, by_class
+from tests.support.models import each_policy, update
 from tests.support.ranks import on_ranks
 
 WIDTH = 8
@@ -51,32 +53,22 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@each_policy
 @pytest.mark.parametrize("block", [Added, Grown])
 @on_ranks(2)
-def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, reshard: bool) -> None:
+def test_a_unit_that_writes_into_its_input(block: type[nn.Module], policy: Any) -> None:
     torch.manual_seed(0)
     plain = Net(block)
-    wrapped = copy.deepcopy(plain)
-    model = auto_wrap(
-        wrapped,
-        by_class(Added, Grown),
-        optimize_backward_concat=flag,
-        reshard_after_forward=reshard,
-        debug=Debug(poison_on_free=True),
-    )
+    model = auto_wrap(copy.deepcopy(plain), by_class(Added, Grown), **policy)
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         # The same on all ranks, whose mean is then what one process computes.
         x, time = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
         loss, expected = model(x, time), plain(x, time)
-        for each, optimizer in ((loss, ours), (expected, theirs)):
-            each.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        loss.backward()
+        expected.backward()
+        update(ours, theirs)
         torch.testing.assert_close(loss, expected)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
     assert model.fsdp_state.shared.ledger.calls["reduce"] == 3 * 4

@@ -22,8 +22,10 @@ from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.optim import AdamW
+from tests.support.against_plain import assert_equal
 from tests.support.joint_layers import QKV, ROWS, Layer, Net, OneWeight, batch, loss_of
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.models import update
+from tests.support.ranks import of_all_ranks, on_ranks
 
 RECIPE = CurrentScaling()
 TOGETHER = ("", "", "")
@@ -60,8 +62,7 @@ def train(
             loss = loss_of(model, x, part, recipe=recipe)
             loss.backward()
             losses += [loss.detach(), x.grad.norm()]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -77,8 +78,7 @@ def in_one_weight(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_same(one: Record, other: Record) -> None:
     assert all(loss.isfinite() for loss in one[0])
     assert [a.item() for a in one[0]] == [b.item() for b in other[0]]
-    assert one[1].keys() == other[1].keys()
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    assert_equal(one[1], other[1])
 
 
 # ---- the same bits ------------------------------------------------------------------------------------
@@ -90,7 +90,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def parity(rank: int, world_size: int, fuse: Any, compute: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "fuse", "compute"),
+    # On four ranks shard boundaries may cut packs anywhere.
+    [(2, False, torch.float32), (2, True, torch.bfloat16), (4, True, torch.bfloat16)],
+)
+@on_ranks()
+def test_the_same_bits_as_one_weight(rank: int, fuse: bool, compute: torch.dtype) -> None:
     precision = Precision(compute=compute)
     expected = train(build(kind=OneWeight, fuse=fuse, precision=precision), rank)
     for options in SETTINGS:
@@ -98,16 +104,6 @@ def parity(rank: int, world_size: int, fuse: Any, compute: torch.dtype) -> None:
         losses, state = train(model, rank)
         assert_same((losses, in_one_weight(state)), expected)
         assert all(is_packed(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
-
-
-@pytest.mark.parametrize(("fuse", "compute"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_same_bits_as_one_weight(fuse: bool, compute: torch.dtype) -> None:
-    run_ranks(2, parity, fuse, compute)
-
-
-def test_the_same_bits_on_four_ranks() -> None:
-    """Shard boundaries may cut packs anywhere."""
-    run_ranks(4, parity, True, torch.bfloat16)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -192,11 +188,8 @@ def stored_in_fp8(compute: torch.dtype = torch.float32) -> Precision:
 
 
 @pytest.mark.parametrize(("world_size", "fuse"), [(2, False), (4, True)])
-def test_weights_stored_in_fp8(world_size: int, fuse: bool) -> None:
-    run_ranks(world_size, check_stored, fuse)
-
-
-def check_stored(rank: int, world_size: int, fuse: bool) -> None:
+@on_ranks()
+def test_weights_stored_in_fp8(rank: int, fuse: bool) -> None:
     """One scale a pack: the bits of one weight that is stored in FP8."""
     expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
     for options in SETTINGS:
@@ -212,12 +205,8 @@ def check_stored(rank: int, world_size: int, fuse: bool) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
-    expected, (losses, state) = (
-        train(
-            build(kind, precision=stored_in_fp8(torch.bfloat16)), rank, recipe=RECIPE, optimizer_class=AdamW
-        )
-        for kind in (OneWeight, QKV)
-    )
+    models = (build(kind, precision=stored_in_fp8(torch.bfloat16)) for kind in (OneWeight, QKV))
+    expected, (losses, state) = (train(model, rank, recipe=RECIPE, optimizer_class=AdamW) for model in models)
     assert_same((losses, in_one_weight(state)), expected)
 
 
@@ -286,20 +275,17 @@ class Undeclared(QKV):
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_checkpoints_go_by_the_original_names(tmp_path: Path, in_fp8: bool) -> None:
-    run_ranks(2, check_checkpoints, tmp_path, in_fp8)
-
-
-def check_checkpoints(rank: int, world_size: int, path: Path, in_fp8: bool) -> None:
+@on_ranks(2)
+def test_checkpoints_go_by_the_original_names(rank: int, tmp_path: Path, in_fp8: bool) -> None:
     """Biases lie behind each other in the flat parameter, and come back to where they belong."""
     options = {"precision": stored_in_fp8()} if in_fp8 else {}
     saved = build(**options)
     _, state = train(saved, rank, recipe=RECIPE if in_fp8 else None)
     assert list(state) == list(Net().state_dict())
-    checkpoint.save(path, saved)
+    checkpoint.save(tmp_path, saved)
     for kind in (QKV, Undeclared):
         loaded = build(kind=kind, **(options if kind is QKV else {}))
-        checkpoint.load(path, loaded)
+        checkpoint.load(tmp_path, loaded)
         assert_same(([], loaded.state_dict()), ([], state))
 
 
@@ -312,8 +298,7 @@ def test_local_files_from_before_parameters_were_moved_are_refused(rank: int) ->
     with pytest.raises(RuntimeError, match=r"Missing key: \S*packed_flat_param"):
         load_local_state_dict(with_packs, before)
     load_local_state_dict(with_packs, local_state_dict(build()))
-    files = [None, None]
-    dist.all_gather_object(files, (local_state_dict(with_packs), local_metadata(with_packs)))
+    files = of_all_ranks((local_state_dict(with_packs), local_metadata(with_packs)))
     full = consolidate(*zip(*files, strict=True))
     assert_same(([], full), ([], with_packs.state_dict()))
     # Without biases nothing is moved.

@@ -22,6 +22,7 @@ from flatfsdp.layers.linear import Projection
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from tests.support import joint_layers
 from tests.support.joint_layers import QKV, OneWeight
+from tests.support.models import update
 from tests.support.pipelines import mesh_of
 from tests.support.ranks import on_ranks
 from tests.support.tp_models import data_parallel, data_rank, tp_mesh
@@ -86,8 +87,7 @@ def train(
             loss.backward()
             losses.append(loss.detach())
         losses.append(clip_grad_norm_(model, 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trained(model, losses, checkpoint.full_state_dict(model))
 
 
@@ -190,8 +190,7 @@ def train_pipeline(kind: type[QKV], flag: bool, reshard: bool) -> tuple[list[flo
         x = joint_layers.batch(10 * step + mesh.get_local_rank("dp"))
         pipeline.step(*([x] if rank == 0 else []), target=x if rank == 1 else None, losses=losses)
         norms.append(float(sum(p.grad.square().sum() for p in parameters)))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     for model in models:
         assert all(is_packed(m, "qkv_weight") for m in model.modules() if type(m) is QKV)
     return [loss.item() for loss in losses], norms

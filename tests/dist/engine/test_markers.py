@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import flatfsdp.optim
 from flatfsdp import by_class, microbatches, shard
-from tests.support.models import Block, Net, data
+from tests.support.against_plain import assert_equal
+from tests.support.models import Block, Net, backward, data, plain_net, same, update
 from tests.support.ranks import on_ranks
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -29,9 +31,12 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
 ]
 
 
+def net_of_one_block() -> Net:
+    return plain_net(partial(Net, blocks=1))
+
+
 def build(flag: bool = True) -> Any:
-    torch.manual_seed(0)
-    return shard(Net(blocks=1), by_class(Block), optimize_backward_concat=flag)
+    return shard(net_of_one_block(), by_class(Block), optimize_backward_concat=flag)
 
 
 # ---- a step that is left -----------------------------------------------------------------------------------
@@ -56,7 +61,7 @@ def by_islice(model: Any, batches: list[Tensor]) -> None:
         model(tokens).backward()
 
 
-LEAVE = pytest.mark.parametrize("leave", [by_break, by_continue, by_islice], ids=lambda leave: leave.__name__)
+LEAVE = pytest.mark.parametrize("leave", [by_break, by_continue, by_islice])
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -64,8 +69,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> dict[str, Tensor]:
-    for tokens in microbatches(model, batches):
-        model(tokens).backward()
+    backward(model, batches)
     optimizer.step()
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -73,9 +77,7 @@ def steps_taken(model: Any, optimizer: torch.optim.Optimizer, batches: list[Tens
 @pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @LEAVE
 @on_ranks(1, 2)
-def test_a_step_that_was_left_raises_in_the_optimizer(
-    rank: int, leave: Callable[[Any, list[Tensor]], None], flag: bool
-) -> None:
+def test_a_step_that_was_left_raises_in_the_optimizer(rank: int, leave: Any, flag: bool) -> None:
     """And moves nothing; `zero_grad()` drops what was accumulated, and the next step is a clean one."""
     left, good = data(rank, 2, 3)
     for number, make in enumerate(OPTIMIZERS):
@@ -85,21 +87,15 @@ def test_a_step_that_was_left_raises_in_the_optimizer(
         leave(model, left)
         with pytest.raises(RuntimeError):
             optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same(before, list(model.parameters()))
         optimizer.zero_grad(set_to_none=number % 2 == 0)
-        found, expected = (
-            steps_taken(model, optimizer, good),
-            steps_taken(fresh, make(fresh.parameters()), good),
-        )
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+        expected = steps_taken(fresh, make(fresh.parameters()), good)
+        torch.testing.assert_close(steps_taken(model, optimizer, good), expected, rtol=1e-6, atol=1e-7)
 
 
 @LEAVE
 @on_ranks(1, 2)
-def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
-    rank: int, leave: Callable[[Any, list[Tensor]], None]
-) -> None:
+def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(rank: int, leave: Any) -> None:
     (left,) = data(rank, 1, 3)
     model = build()
     leave(model, left)
@@ -114,9 +110,7 @@ def test_no_norm_of_a_step_that_was_left_is_a_plausible_number(
 
 @LEAVE
 @on_ranks(2)
-def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
-    rank: int, leave: Callable[[Any, list[Tensor]], None]
-) -> None:
+def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(rank: int, leave: Any) -> None:
     """`zero_grad()` of the model, as of the optimizer, where a reduced gradient was there before."""
     first, left, good = data(rank, 3, 3)
     for of_model, to_none in ((True, False), (False, True), (False, False)):
@@ -127,8 +121,7 @@ def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
         leave(model, left)
         (model if of_model else optimizers[0]).zero_grad(set_to_none=to_none)
         optimizers[1].zero_grad()
-        found, expected = steps_taken(model, optimizers[0], good), steps_taken(fresh, optimizers[1], good)
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert_equal(steps_taken(model, optimizers[0], good), steps_taken(fresh, optimizers[1], good))
 
 
 # ---- what is computed from a gradient ----------------------------------------------------------------------
@@ -137,10 +130,7 @@ def test_what_was_left_is_dropped_and_gradients_of_earlier_steps_are_too(
 @pytest.mark.parametrize("bias", [False, True], ids=["one parameter", "two parameters"])
 @on_ranks(1)
 def test_a_compiled_step_is_the_eager_one(bias: bool) -> None:
-    torch.manual_seed(0)
-    net = nn.Linear(4, 4, bias=bias)
-    torch.manual_seed(0)
-    plain = nn.Linear(4, 4, bias=bias)
+    net, plain = (plain_net(partial(nn.Linear, 4, 4, bias)) for _ in range(2))
     model = shard(net)
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
     compiled = torch.compile(ours.step, backend="eager")
@@ -149,14 +139,11 @@ def test_a_compiled_step_is_the_eager_one(bias: bool) -> None:
             for each in (model, plain):
                 each(torch.ones(2, 4)).square().sum().backward()
             compiled()
-            theirs.step()
             ours.zero_grad()
-            theirs.zero_grad()
+            update(theirs)
     finally:
         torch._dynamo.reset()
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 @on_ranks(1, 2)
@@ -179,14 +166,8 @@ def test_what_is_made_of_a_gradient_is_a_plain_tensor(rank: int) -> None:
     model(tokens).backward()
     for parameter in model.parameters():
         grad = parameter.grad
-        made = (
-            grad.clone(),
-            torch.clone(grad).detach(),
-            torch.empty_like(grad),
-            torch.zeros_like(grad),
-            grad._base,
-        )
-        assert all(type(each) is Tensor for each in made if each is not None)
+        made = (grad.clone(), torch.clone(grad).detach(), torch.empty_like(grad), torch.zeros_like(grad))
+        assert all(type(each) is Tensor for each in (*made, grad._base) if each is not None)
     if rank == 0:
         # A logger on one rank waits for nobody.
         assert next(model.parameters()).grad.clone().norm() > 0
@@ -199,8 +180,7 @@ def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
         for batches in data(rank, 2, 1):
             model(batches[0]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
         assert {type(buffer) for buffer in buffers} == {Tensor}
 
@@ -208,8 +188,7 @@ def test_the_momentum_buffers_of_pytorch_are_plain_tensors(rank: int) -> None:
 @on_ranks(2)
 def test_norms_answer_for_all_ranks(rank: int, world_size: int) -> None:
     """The same holds for a gradient that was clipped, scaled or added to in place."""
-    torch.manual_seed(0)
-    net = Net(blocks=1)
+    net = net_of_one_block()
     for other in range(world_size):
         ((tokens,),) = data(other, 1, 1)
         (net(tokens) / world_size).backward()

@@ -15,10 +15,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flatfsdp import shard
+from flatfsdp import auto_wrap, by_class, shard
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.models import Net, build, data, flat
+from tests.support.models import Block, Net, build, data, flat, same
 from tests.support.ranks import on_ranks
+
+TOKENS = torch.zeros(2, 7, dtype=torch.long)
 
 
 class Lightning(nn.Module):
@@ -70,10 +73,6 @@ def _shards(model: nn.Module) -> list[Tensor]:
     return [group.master.flat.detach().clone() for _, group in named_groups(model)]
 
 
-def _assert_unchanged(model: nn.Module, before: list[Tensor]) -> None:
-    assert all(map(torch.equal, _shards(model), before))
-
-
 def _train(model: nn.Module, rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = _shards(model)
@@ -85,31 +84,27 @@ def _train(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.parametrize("engine", ON_THE_MODEL.values(), ids=ON_THE_MODEL)
 @on_ranks(2)
-def test_an_engine_around_the_model_is_refused_and_changes_nothing(
-    rank: int, engine: Callable[[nn.Module], Any]
-) -> None:
-    model = build()
-    before = _shards(model)
-    with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prepare"):
-        engine(model)
-    _assert_unchanged(model, before)
-    _train(model, rank)
+def test_an_engine_around_the_model_is_refused_and_changes_nothing(rank: int, engine: Any) -> None:
+    for model in (build(), auto_wrap(Net(), by_class(Block, nn.Linear))):
+        before = _shards(model)
+        with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prep"):
+            engine(model)
+        assert same(_shards(model), before)
+        _train(model, rank)
 
 
 @pytest.mark.parametrize("engine", AROUND.values(), ids=AROUND)
 @on_ranks(2)
-def test_an_engine_around_something_that_contains_the_model_is_refused(
-    rank: int, engine: Callable[[nn.Module], Any]
-) -> None:
+def test_an_engine_around_something_that_contains_the_model_is_refused(rank: int, engine: Any) -> None:
     model = build()
     before = _shards(model)
     with pytest.raises(ValueError, match="around a model that FlatFSDP has sharded"):
         engine(Lightning(model))
-    _assert_unchanged(model, before)
+    assert same(_shards(model), before)
     if engine is _fully_shard:
         # It raises at its end.
         with pytest.raises(RuntimeError, match="was replaced"):
-            model(torch.zeros(2, 7, dtype=torch.long))
+            model(TOKENS)
     else:
         _train(model, rank)
 
@@ -128,7 +123,7 @@ def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int) -
     model = build()
     fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match="was replaced"):
-        model(torch.zeros(2, 7, dtype=torch.long))
+        model(TOKENS)
 
 
 @on_ranks(2)
@@ -137,7 +132,7 @@ def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
     for model, name in ((build(), "blocks.1.up"), (flat(), "module.blocks.1.module.up")):
         with pytest.raises(ValueError, match="parallelize_module around a model that FlatFSDP has sharded"):
             parallelize_module(model, init_device_mesh("cpu", (2,)), {name: ColwiseParallel()})
-        model(torch.zeros(2, 7, dtype=torch.long)).backward()
+        model(TOKENS).backward()
 
 
 @on_ranks(2)
@@ -154,10 +149,13 @@ def test_another_model_may_have_another_engine(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_functional_call_with_other_shards_is_refused(rank: int) -> None:
+def test_functional_call_is_refused_with_other_shards_and_with_whole_parameters() -> None:
     model = build()
-    shards = {name: torch.zeros_like(shard) for name, shard in model.named_parameters()}
-    tokens = torch.zeros(2, 7, dtype=torch.long)
-    with pytest.raises(RuntimeError, match=r"parameter embedding\.weight was replaced after sharding"):
-        torch.func.functional_call(model, shards, (tokens,))
-    model(tokens).backward()
+    for make, error in (
+        (torch.zeros_like, r"parameter embedding\.weight was replaced after sharding"),
+        (lambda view: torch.zeros(whole_shape(view)), r"functional_call, .*: call it with a plain copy"),
+    ):
+        values = {name: make(view) for name, view in model.named_parameters()}
+        with pytest.raises(RuntimeError, match=error):
+            torch.func.functional_call(model, values, (TOKENS,))
+        model(TOKENS).backward()

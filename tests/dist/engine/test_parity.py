@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatfsdp import Debug, Precision, Prefetch
-from tests.support.meshes import REPLICATED
+from tests.support.meshes import HYBRID, REPLICATED
 from tests.support.models import build, same_trace, train, train_unsharded
 from tests.support.ranks import on_ranks
 
@@ -18,6 +18,7 @@ STRATEGIES = {
     "zero3, every microbatch": {"grad_sync": "every"},
     "zero2, every microbatch": {"grad_sync": "every", "reshard_after_forward": False},
 }
+STRATEGIES |= {f"hybrid {name}": {**it, **HYBRID} for name, it in STRATEGIES.items() if "mesh" not in it}
 ALL_TRUE = {"losses": True, "grads": True, "parameters": True, "optimizer": True}
 
 
@@ -31,19 +32,17 @@ def test_flag_on_equals_flag_off(rank: int, strategy: str, precision: Precision)
 
 
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("strategy", list(STRATEGIES)[:3])
-@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, 4)
 def test_fp32_equals_the_unsharded_model(rank: int, world_size: int, strategy: str, flag: bool) -> None:
-    options = {"optimize_backward_concat": flag, **STRATEGIES[strategy]}
-    model = build(**options)
+    model = build(optimize_backward_concat=flag, **STRATEGIES[strategy])
     trace = train(model, rank)
     losses, state = train_unsharded(world_size)
     if rank == 0:
         torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
     ours = model.state_dict()
     assert list(ours) == list(state)
-    for name, expected in state.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours, state, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -5,7 +5,6 @@ Autograd writes such a gradient to `.grad` by itself, while those of the loss ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,17 +47,11 @@ SETUPS: list[dict[str, Any]] = [
 LAST_ONLY, ANNEALED = PROGRAMS["in the last microbatch"], PROGRAMS["annealed, from zero"]
 
 
-def train(twins: Twins, program: Sequence[Sequence[Microbatch]], **options: Any) -> None:
-    for step in program:
-        twins.step(step, **options)
-        twins.zero_grad()
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(1, 2)
 def test_a_penalty_trains_as_in_plain_pytorch(world_size: int, program: str) -> None:
     for setup in SETUPS[-world_size:] if world_size == 1 else SETUPS:
-        train(Twins(slot_net(), **setup), PROGRAMS[program])
+        Twins(slot_net(), **setup).train(*PROGRAMS[program])
 
 
 @on_ranks(1, 2)
@@ -69,14 +62,14 @@ def test_a_rank_whose_part_is_zero_keeps_what_it_has_accumulated() -> None:
         with torch.no_grad():
             for parameter in (net.units[0].scale, net.units[0].shift, *net.units[0].layers[0].parameters()):
                 parameter.zero_()
-        train(Twins(net, **setup), [*LAST_ONLY, *ANNEALED])
+        Twins(net, **setup).train(*LAST_ONLY, *ANNEALED)
 
 
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
 @on_ranks(2)
 def test_norms_and_scalers_count_the_penalty(update: Update) -> None:
     for program in (LAST_ONLY, ANNEALED):
-        train(Twins(slot_net(), "our AdamW", update=update), program)
+        Twins(slot_net(), "our AdamW", update=update).train(*program)
 
 
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
@@ -85,7 +78,7 @@ def test_norms_and_scalers_count_the_penalty_of_a_unit_that_idles(update: Update
     """Its gradient is the penalty's alone, perhaps there before the first forward of the step."""
     for order in ("together", "before", "after"):
         program = [each(Penalty(0.5, only="units.1"), uses=({0: (0,)},), order=order)] * 2
-        train(Twins(slot_net(), "our AdamW", update=update), program)
+        Twins(slot_net(), "our AdamW", update=update).train(*program)
 
 
 @on_ranks(1, 2)
@@ -103,7 +96,7 @@ def test_gradients_of_an_earlier_step_are_added_to() -> None:
 @on_ranks(2)
 def test_a_penalty_under_no_sync() -> None:
     for setup in SETUPS:
-        train(Twins(slot_net(), **setup), [*LAST_ONLY, *ANNEALED], by_no_sync=True)
+        Twins(slot_net(), **setup).train(*LAST_ONLY, *ANNEALED, by_no_sync=True)
 
 
 @on_ranks(2)

@@ -10,25 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import Debug, by_class, shard
-from tests.support.models import Block, Net, RecomputedNet, grads_of, same, same_trace, train
+from flatfsdp import by_class, shard
+from tests.support.models import (
+    Block,
+    Net,
+    RecomputedNet,
+    each_policy,
+    grads_of,
+    plain_net,
+    same,
+    same_trace,
+    train,
+)
 from tests.support.ranks import on_ranks
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@each_policy
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("around", [False, True], ids=["inside the unit", "around the unit"])
-@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 @on_ranks(2)
-def test_recomputation_changes_nothing(
-    rank: int, reshard: bool, around: bool, reentrant: bool, flag: bool
-) -> None:
-    traces = []
-    for net in (Net, partial(RecomputedNet, reentrant, around)):
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-        traces.append(train(shard(net(), by_class(Block), debug=Debug(poison_on_free=True), **options), rank))
-    result = same_trace(*traces)
+def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool, policy: Any) -> None:
+    nets = (plain_net(net) for net in (Net, partial(RecomputedNet, reentrant, around)))
+    result = same_trace(*(train(shard(net, by_class(Block), **policy), rank) for net in nets))
     assert all(result.values()), result
 
 
@@ -49,9 +52,7 @@ class InsideAndOutside(nn.Module):
 
 @pytest.mark.parametrize("recompute", [(False, True), (True, False), (True, True)])
 @on_ranks(2)
-def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(
-    rank: int, recompute: tuple[bool, bool]
-) -> None:
+def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(rank: int, recompute: Any) -> None:
     grads, reductions = [], []
     for flag in (False, True):
         torch.manual_seed(0)

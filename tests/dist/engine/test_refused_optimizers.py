@@ -14,7 +14,7 @@ from torch import nn
 import flatfsdp.optim
 from flatfsdp import by_class, param_groups, shard
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data
+from tests.support.models import Block, Net, build, data, update
 from tests.support.ranks import on_ranks
 
 
@@ -35,8 +35,7 @@ def test_an_optimizer_from_before_is_refused(rank: int, flag: bool, stepped: boo
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     if stepped:
         _backward(net, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     model = shard(net, by_class(Block), optimize_backward_concat=flag)
     _backward(model, rank)
     before = _shards(model)
@@ -89,9 +88,7 @@ class FusedLayerwise(Lamb):
     "kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Lamb, FusedLayerwise]
 )
 @on_ranks(2)
-def test_an_optimizer_of_whole_parameters_is_refused(
-    rank: int, kind: type[torch.optim.Optimizer], grouped: bool
-) -> None:
+def test_an_optimizer_of_whole_parameters_is_refused(kind: Any, grouped: bool) -> None:
     model = build()
     parameters: Any = model.parameters()
     if grouped:
@@ -187,8 +184,7 @@ def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: 
     first.step()
     generator(tokens).backward()
     for _ in range(2):
-        first.step()
-        first.zero_grad()
+        update(first)
     # A forward without a backward, which another model's step does not concern.
     generator(tokens)
     critic(tokens).backward()
@@ -196,8 +192,7 @@ def test_steps_without_a_gradient_of_their_own_are_not_refused(rank: int, make: 
     # ... nor a step that has its gradients, before and after an evaluation with gradients.
     generator(tokens).backward()
     generator(tokens)
-    first.step()
-    first.zero_grad()
+    update(first)
     # A closure runs the backward inside the step.
     generator(tokens)
     if make == "torch":
@@ -211,8 +206,7 @@ def test_optimizers_of_parts_may_step_without_gradients(rank: int) -> None:
     head = torch.optim.SGD([p for name, p in names.items() if "blocks" not in name], lr=0.1)
     blocks = torch.optim.SGD([p for name, p in names.items() if "blocks" in name], lr=0.1)
     _backward(model, rank)
-    head.step()
-    head.zero_grad()
+    update(head)
     head.step()
     blocks.step()
 

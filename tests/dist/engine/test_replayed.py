@@ -21,6 +21,7 @@ from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import SHORT, seeded
+from tests.support.models import update
 from tests.support.ranks import on_ranks
 from tests.support.replaying.cases import CASES, Case, Plain, batch, net
 from tests.support.replaying.search import replays_of
@@ -34,6 +35,13 @@ def compare(case: Case, rank: int, steps: Sequence[Step]) -> Replayed[Any, Any]:
         found = trained(case, rank, True, steps)
     assert found.has_bits_of(expected)
     return found.step
+
+
+def run_steps(model: Any, step: Callable[[Tensor], Any], rank: int, count: int = 5) -> None:
+    """Steps of one microbatch, without an optimizer."""
+    for index in range(count):
+        step(batch(rank, index, 0))
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -71,8 +79,7 @@ def test_other_shapes_are_recordings_of_their_own(rank: int) -> None:
         for index, tokens in enumerate(itertools.chain([8] * 5, [16] * 5, [8, 24, 16, 8])):
             for x in microbatches(model, [batch(rank, index, m, tokens) for m in range(2)]):
                 losses.append(step(x))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return losses, step
 
     expected, _ = run(False)
@@ -95,8 +102,7 @@ def test_what_is_recorded_before_there_are_scales_is_not_replayed_later(rank: in
             with autocast(recipe=SHORT):
                 for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
                     losses.append(step(x * torch.nan if index == 0 else x))
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         assert optimizer.skipped_steps == 1
         return losses[case.count :], step
 
@@ -122,8 +128,7 @@ def test_nothing_that_a_microbatch_changes_is_forgotten(rank: int) -> None:
                 for index in range(5):
                     for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
                         step(x)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    update(optimizer)
                 batches = microbatches(model, [batch(rank, 9, m) for m in range(case.count)])
                 step(next(batches))
             models.append((model, batches))
@@ -153,8 +158,7 @@ def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
             for x in microbatches(model, [batch(rank, index, m) for m in range(2)]):
                 step(x)
             keep(index, model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
     assert kept and all(torch.equal(plain(grad), then) for grad, then in kept)
 
 
@@ -183,8 +187,7 @@ def test_gradients_are_zeroed_between_microbatches(rank: int, reshard: bool) -> 
                 if index == 6 and m == 0:
                     optimizer.zero_grad()
             found += [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         return found
 
     in_both_ways(case, rank, train)
@@ -242,9 +245,8 @@ def test_arguments_that_always_change_are_not_kept(rank: int) -> None:
     with taped():
         model = Case("", True, 1).model()
         step = replayed(model, function)
-        for index in range(30):
-            step(batch(rank, index, 0), 1.0 + index)
-            model.zero_grad()
+        scales = itertools.count(1.0)
+        run_steps(model, lambda x: step(x, next(scales)), rank, 30)
     assert step.replays == 0 and len(step._seen) <= 13
 
 
@@ -271,9 +273,7 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
     with taped():
         model = shard(net(), by_class(Plain), mesh=DeviceMesh.from_group(group, "cpu"))
         step = replayed(model, case.microbatch(model))
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         recording = next(seen.recording for seen in step._seen.values())
         assert recording is not None and recording._graph._calls
         dist.barrier()
@@ -293,14 +293,8 @@ def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int, backwards
         losses = [run(x) for _ in range(backwards)]
         return losses[0].item() if backwards == 1 else losses
 
-    def steps() -> None:
-        step = replayed(model, function)
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
-
     with taped(), pytest.raises(RuntimeError, match="cannot be recorded as a CUDA graph"):
-        steps()
+        run_steps(model, replayed(model, function), rank)
     model.zero_grad()
     model(batch(rank, 0, 0)).sum().backward()
 
@@ -312,12 +306,8 @@ def test_hooks_keep_microbatches_eager(rank: int) -> None:
         model = case.model()
         handle = model[0].up.register_forward_hook(lambda *_: calls.append(1))
         step = replayed(model, case.microbatch(model))
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         assert step.replays == 0 and len(calls) == 5
         handle.remove()
-        for index in range(5):
-            step(batch(rank, index, 0))
-            model.zero_grad()
+        run_steps(model, step, rank)
         assert step.replays > 0

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import Debug, by_class, microbatches, shard
-from tests.support.models import Block, Net, build, data, grads_of, same
+from flatfsdp import by_class, microbatches, shard
+from tests.support.models import (
+    FLAGS,
+    Block,
+    Net,
+    backward,
+    build,
+    data,
+    each_policy,
+    grads_of,
+    plain_net,
+    same,
+)
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 
 
 def step(model: Any, batches: list[Tensor]) -> list[Tensor]:
-    for tokens in microbatches(model, batches):
-        model(tokens).backward()
+    backward(model, batches)
     return grads_of(model)
 
 
@@ -60,18 +68,12 @@ def forwards_under_no_sync(model: Any, batches: list[Tensor]) -> list[Tensor]:
 SCHEDULES = [all_forwards_first, one_forward_ahead, with_no_sync, forwards_under_no_sync]
 
 
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+@each_policy
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2)
-def test_every_schedule_gives_the_same_gradients(rank: int, schedule: Any, flag: bool, reshard: bool) -> None:
+def test_every_schedule_gives_the_same_gradients(rank: int, schedule: Any, policy: Any) -> None:
     """Two steps each, so that the second runs with a recorded order and prefetching."""
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
-    model, reference = build(**options), build(**options)
+    model, reference = build(**policy), build(**policy)
     for batches in data(rank, steps=2, count=3):
         assert same(schedule(model, batches), step(reference, batches))
         for m in (model, reference):
@@ -99,42 +101,28 @@ class BoomError(RuntimeError):
     pass
 
 
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("where", ["forward", "backward"])
+def fail(*_: Any) -> None:
+    raise BoomError
+
+
+def fail_in_backward(_module: Any, _inputs: Any, output: Tensor) -> None:
+    output.register_hook(fail)
+
+
+@each_policy
+@pytest.mark.parametrize(("layer", "hook"), [("down", fail), ("up", fail_in_backward)])
 @on_ranks(2)
 def test_a_failed_microbatch_leaves_the_next_step_clean(
-    rank: int, where: str, flag: bool, reshard: bool
+    rank: int, layer: str, hook: Any, policy: Any
 ) -> None:
     """An exception in microbatch 2 of 3, caught by the user, then a clean step."""
-    options = {"reshard_after_forward": reshard}
-    model = build(optimize_backward_concat=flag, debug=Debug(poison_on_free=True), **options)
+    model, fresh = build(**policy), build(**policy)
     failing, clean = data(rank, 2, 3)
-    block = model.blocks[1]
-
-    def fail(*_: Any) -> None:
-        raise BoomError
-
-    def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(fail)
-
-    def fail_in_the_second() -> None:
-        for index, tokens in enumerate(microbatches(model, failing)):
-            handle = None
-            if index == 1 and where == "forward":
-                handle = block.down.register_forward_hook(fail)
-            elif index == 1:
-                handle = block.up.register_forward_hook(fail_in_backward)
-            try:
-                model(tokens).backward()
-            finally:
-                if handle is not None:
-                    handle.remove()
-
-    with pytest.raises(BoomError):
-        fail_in_the_second()
-    fresh = build(optimize_backward_concat=flag, **options)
+    batches = microbatches(model, failing)
+    model(next(batches)).backward()
+    with getattr(model.blocks[1], layer).register_forward_hook(hook), pytest.raises(BoomError):
+        model(next(batches)).backward()
+    batches.close()
     assert same(step(model, clean), step(fresh, clean))
 
 
@@ -142,30 +130,19 @@ def test_a_failed_microbatch_leaves_the_next_step_clean(
 @on_ranks(2)
 def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: bool) -> None:
     """The last microbatch's backward fails after some units have been reduced."""
-    torch.manual_seed(0)
-    model = shard(Net(6), by_class(Block), optimize_backward_concat=flag)
-    torch.manual_seed(0)
-    fresh = shard(Net(6), by_class(Block), optimize_backward_concat=flag)
+    nets = (plain_net(partial(Net, 6)) for _ in range(2))
+    model, fresh = (shard(net, by_class(Block), optimize_backward_concat=flag) for net in nets)
     failing, clean = data(rank, 2, 2)
 
-    def fail(_grad: Tensor) -> None:
-        raise BoomError
-
-    def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
+    def fail_in_the_last(*hooked: Any) -> None:
         if model.fsdp_state.shared.microbatch.is_last:
-            output.register_hook(fail)
+            fail_in_backward(*hooked)
 
-    handle = model.blocks[0].up.register_forward_hook(fail_in_backward)
-    step = (model(tokens).backward() for tokens in microbatches(model, failing))
-    with pytest.raises(BoomError):
-        list(step)
-    handle.remove()
+    with model.blocks[0].up.register_forward_hook(fail_in_the_last), pytest.raises(BoomError):
+        backward(model, failing)
     with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
         torch.optim.SGD(model.parameters()).step()
-    for m in (model, fresh):
-        for tokens in microbatches(m, clean):
-            m(tokens).backward()
-    assert same(grads_of(model), grads_of(fresh))
+    assert same(step(model, clean), step(fresh, clean))
 
 
 @on_ranks(2)
@@ -243,8 +220,7 @@ def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.L
         with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
             torch.optim.SGD(model.parameters()).step()
         model(batches[2]).backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
+        assert same(grads_of(model), grads_of(expected))
         torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
     caplog.clear()
     for batch in microbatches(model, batches):
@@ -262,8 +238,7 @@ def test_a_loop_that_another_one_replaces_has_lost_its_gradients(
     model = build(grad_sync=grad_sync)
     kept = microbatches(model, batches)
     model(next(kept)).backward()
-    for batch in microbatches(model, batches):
-        model(batch).backward()
+    backward(model, batches)
     assert caplog.text.count("those of 1 backwards are dropped") == 1
     caplog.clear()
     kept.close()
@@ -279,9 +254,7 @@ def test_microbatches_looks_only_one_batch_ahead() -> None:
             yield index
 
     model = build()
-    seen = [
-        (len(drawn), batch, model.fsdp_state.shared.microbatch.is_last)
-        for batch in microbatches(model, source())
-    ]
+    microbatch = model.fsdp_state.shared.microbatch
+    seen = [(len(drawn), batch, microbatch.is_last) for batch in microbatches(model, source())]
     assert seen == [(2, 0, False), (3, 1, False), (4, 2, False), (4, 3, True)]
     assert list(microbatches(model, [])) == []

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from flatfsdp import Precision, by_class, microbatches, shard
+from flatfsdp import Precision
 from flatfsdp.engine.storage import grad_norms
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.against_plain import average, plain_net
-from tests.support.models import Block, Net, build, data, grads_of, same
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.against_plain import average
+from tests.support.models import backward, build, data, grads_of, plain_net, same, update
+from tests.support.ranks import of_all_ranks, on_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
 Parameters = dict[str, nn.Parameter]
@@ -28,8 +28,7 @@ Parameters = dict[str, nn.Parameter]
 def trained(rank: int, world_size: int, **options: Any) -> tuple[Any, Parameters, Parameters]:
     """A model after a backward, its shards, and the parameters of a plain model with the same gradients."""
     model = build(**options)
-    torch.manual_seed(0)
-    plain = Net()
+    plain = plain_net()
     for other in range(world_size):
         ((tokens,),) = data(other, 1, 1)
         (plain(tokens) / world_size).backward()
@@ -54,26 +53,26 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---- norms ----------------------------------------------------------------------------------------------
 
 
-def clipped(rank: int, world_size: int, norm_type: float, foreach: bool | None, part: str) -> Tensor:
-    _, views, plain = trained(rank, world_size)
-    ours, theirs = ([p for name, p in each.items() if part in name] for each in (views, plain))
-    norm = clip_grad_norm_(ours, 0.05, norm_type, foreach=foreach)
-    expected = clip_grad_norm_(theirs, 0.05, norm_type)
-    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    again = clip_grad_norm_(ours, 0.05, norm_type, foreach=foreach)
-    torch.testing.assert_close(again, clip_grad_norm_(theirs, 0.05, norm_type), rtol=1e-5, atol=0)
+def clipped(ours: Any, theirs: Any, norm_type: float = 2.0, rtol: float = 1e-5, **options: Any) -> Tensor:
+    """Clips both, and checks that their norms are close; returns ours."""
+    norm = clip_grad_norm_(ours, 0.05, norm_type, **options)
+    torch.testing.assert_close(norm, clip_grad_norm_(theirs, 0.05, norm_type), rtol=rtol, atol=0)
     return norm
 
 
 @pytest.mark.parametrize("part", ["", "blocks.1.", "head.bias"], ids=["all", "a block", "one"])
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 def test_clipping_as_of_a_plain_model(
-    world_size: int, norm_type: float, foreach: bool | None, part: str
+    rank: int, world_size: int, norm_type: float, foreach: bool | None, part: str
 ) -> None:
-    norms = run_ranks(world_size, clipped, norm_type, foreach, part)
-    assert same(norms, norms[:1] * world_size)
+    _, views, plain = trained(rank, world_size)
+    ours, theirs = ([p for name, p in each.items() if part in name] for each in (views, plain))
+    # The second time, gradients have been clipped.
+    for _ in range(2):
+        norm = clipped(ours, theirs, norm_type, foreach=foreach)
+        assert len({each.item() for each in of_all_ranks(norm)}) == 1
 
 
 @on_ranks(2)
@@ -162,8 +161,7 @@ def test_what_replaces_a_gradient_knows_whose_it_is(rank: int, world_size: int) 
     _, views, plain = trained(rank, world_size)
     for each in (*views.values(), *plain.values()):
         each.grad = each.grad / 2
-    norm = clip_grad_norm_(views.values(), 0.05)
-    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=1e-5, atol=0)
+    clipped(views.values(), plain.values())
 
 
 @on_ranks(2)
@@ -200,8 +198,7 @@ def test_gradients_that_are_not_there_do_not_count(rank: int, world_size: int) -
     _, views, plain = trained(rank, world_size)
     for each in (views, plain):
         each["blocks.1.up.weight"].grad = None
-    norm = clip_grad_norm_(views.values(), 0.05)
-    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=1e-5, atol=0)
+    clipped(views.values(), plain.values())
 
 
 @on_ranks(2)
@@ -209,9 +206,7 @@ def test_norms_of_narrow_gradients_are_fp32(rank: int, world_size: int) -> None:
     bf16 = torch.bfloat16
     precision = Precision(param=bf16, compute=bf16, grad=bf16)
     _, views, plain = trained(rank, world_size, precision=precision)
-    norm = clip_grad_norm_(views.values(), 0.05)
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=2e-2, atol=0)
+    assert clipped(views.values(), plain.values(), rtol=2e-2).dtype == torch.float32
 
 
 # ---- GradScaler -----------------------------------------------------------------------------------------
@@ -277,8 +272,7 @@ def test_a_write_between_microbatches_is_no_zero_grad(rank: int) -> None:
     models = []
     ((first, second),) = data(rank, 1, 2)
     for scale in (1.0, 0.5):
-        torch.manual_seed(0)
-        model = shard(Net(), by_class(Block))
+        model = build()
         model(first).backward()
         with model.no_sync():
             model(second).backward()
@@ -289,14 +283,13 @@ def test_a_write_between_microbatches_is_no_zero_grad(rank: int) -> None:
     whole, halved = ([plain(p.grad) for p in model.parameters()] for model in models)
     models[0].zero_grad()
     models[0](first).backward()
-    for ours, theirs, of_first in zip(halved, whole, models[0].parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs - plain(of_first.grad) / 2, rtol=1e-5, atol=1e-7)
+    expected = [grad - of_first / 2 for grad, of_first in zip(whole, grads_of(models[0]), strict=True)]
+    torch.testing.assert_close(halved, expected, rtol=1e-5, atol=1e-7)
 
 
 @on_ranks(2)
 def test_a_parameter_that_has_moved_raises_on_all_ranks(rank: int) -> None:
-    torch.manual_seed(0)
-    model = shard(Net(), by_class(Block))
+    model = build()
     bias = dict(model.named_parameters())["head.bias"]
     bias.data = bias.data.clone()
     with pytest.raises(RuntimeError, match="was given other memory"):
@@ -329,13 +322,11 @@ def test_torch_optimizers_over_shards(rank: int, which: int) -> None:
     model, plain = build(), plain_net()
     optimizers = [kind(each.parameters(), lr=1e-2, **options) for each in (model, plain)]
     for batches in data(rank, 3, 2):
-        for net, each in ((model, microbatches(model, batches)), (plain, batches)):
-            for tokens in each:
-                net(tokens).backward()
+        backward(model, batches)
+        for tokens in batches:
+            plain(tokens).backward()
         average(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        update(*optimizers)
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-6, atol=1e-6)
 
 
@@ -351,16 +342,13 @@ def test_hooks_of_shards_run_once_their_gradients_are_there(rank: int) -> None:
     def hook(view: nn.Parameter) -> None:
         assert not torch.is_grad_enabled()
         calls.append(view)
-        own[view].step()
-        own[view].zero_grad()
+        update(own[view])
 
     handles = [view.register_post_accumulate_grad_hook(hook) for view in views.values()]
     for batches in data(rank, 3, 2):
         for model in (whole, viewed):
-            for tokens in microbatches(model, batches):
-                model(tokens).backward()
-        reference.step()
-        reference.zero_grad()
+            backward(model, batches)
+        update(reference)
         assert len(calls) == len(set(calls)) == len(views)
         calls.clear()
         masters = ([group.master.flat for _, group in named_groups(model)] for model in (whole, viewed))

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from flatfsdp import Precision, param_groups, shard
 from flatfsdp.optim import AdamW
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, grads_of, same, whole_grads
+from tests.support.models import FLAGS, build, data, each_policy, grads_of, same, whole_grads
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -35,15 +32,12 @@ def step_of(model: Any, kind: str) -> Callable[[], Any]:
     return torch.optim.SGD(model.parameters(), lr=0.1).step
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @pytest.mark.parametrize("kind", ["torch", "ours", "grouped", "load"])
 @on_ranks(1, 2)
-def test_a_graph_from_before_a_change_raises(rank: int, kind: str, reshard: bool, flag: bool) -> None:
-    options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    if kind == "ours":
-        options["precision"] = Precision(compute=torch.bfloat16)
-    model = build(**options)
+def test_a_graph_from_before_a_change_raises(rank: int, kind: str, policy: Any) -> None:
+    precision = Precision(compute=torch.bfloat16 if kind == "ours" else torch.float32)
+    model, fresh = (build(precision=precision, **policy) for _ in range(2))
     change = step_of(model, kind)
     first, second, third = batches(rank)
     kept = model(first)
@@ -54,7 +48,6 @@ def test_a_graph_from_before_a_change_raises(rank: int, kind: str, reshard: bool
     model.zero_grad()
     # The next step is clean.
     model(third).backward()
-    fresh = build(**options)
     fresh.load_state_dict(model.state_dict())
     fresh(third).backward()
     assert_equal(whole_grads(model), whole_grads(fresh))
@@ -85,13 +78,11 @@ def test_the_unit_is_named(rank: int) -> None:
         loss.backward()
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(1, 2)
-def test_backwards_with_the_same_parameters_do_not_raise(rank: int, reshard: bool, flag: bool) -> None:
+def test_backwards_with_the_same_parameters_do_not_raise(rank: int, policy: Any) -> None:
     """Several forwards before a backward, several backwards of one forward, and evaluations in between."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    model = build(**options)
+    model = build(**policy)
     tokens = batches(rank)
     model(tokens[0]).backward()
     expected = grads_of(model)

@@ -11,10 +11,8 @@ from torch import nn
 
 from flatfsdp import by_class, microbatches, shard
 from flatfsdp.checkpoint import full_state_dict
-from tests.support.models import Block, Net, data, grads_of, same
+from tests.support.models import FLAGS, Block, Net, data, each_policy, grads_of, plain_net, same
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def tied_net() -> Net:
@@ -27,11 +25,8 @@ def tied_net() -> Net:
 
 def pair(seed: int = 0, **options: Any) -> tuple[Any, nn.Module]:
     """A sharded model, and a plain copy."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        models.append(tied_net())
-    return shard(models[0], by_class(Block), **options), models[1]
+    net, plain = (plain_net(tied_net, seed) for _ in range(2))
+    return shard(net, by_class(Block), **options), plain
 
 
 @FLAGS
@@ -67,9 +62,7 @@ def change(model: nn.Module) -> None:
 @FLAGS
 @pytest.mark.parametrize("options", [{}, {"rank0_only": True, "offload_to_cpu": True}], ids=["all", "rank 0"])
 @on_ranks(1, 2, 4)
-def test_changes_are_written_back_or_not(
-    rank: int, world_size: int, options: dict[str, Any], flag: bool
-) -> None:
+def test_changes_are_written_back_or_not(rank: int, world_size: int, options: Any, flag: bool) -> None:
     mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
     model, plain = pair(optimize_backward_concat=flag, **mesh)
     before = full_state_dict(model)
@@ -156,12 +149,10 @@ def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> N
         loss.backward()
 
 
-@FLAGS
-@pytest.mark.parametrize("reshard", [False, True])
+@each_policy
 @on_ranks(2)
-def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, reshard: bool) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    (model, _), (other, _) = pair(**options), pair(**options)
+def test_summoning_between_microbatches_keeps_gradients(rank: int, policy: Any) -> None:
+    (model, _), (other, _) = pair(**policy), pair(**policy)
     ((*batches,),) = data(rank, 1, 3)
     for m in (model, other):
         for tokens in microbatches(m, batches):

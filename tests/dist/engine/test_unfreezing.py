@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flatfsdp import Debug, Precision, by_class, checkpoint, param_groups, shard
+from flatfsdp import Precision, by_class, checkpoint, param_groups, shard
 from flatfsdp.engine.whole.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
-from tests.support.against_plain import assert_equal, average, plain_net
+from tests.support.against_plain import assert_equal, average
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, RecomputedNet, build, data, flat, whole_grads
+from tests.support.models import (
+    FLAGS,
+    RESHARD,
+    Block,
+    Net,
+    RecomputedNet,
+    Skipping,
+    build,
+    data,
+    each_policy,
+    flat,
+    plain_net,
+    update,
+    whole_grads,
+)
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-
-
-def options_of(flag: bool, reshard: bool) -> dict[str, Any]:
-    return {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
-
 
 # ---- between steps -----------------------------------------------------------------------------------------
 
@@ -46,19 +49,14 @@ def trained_blocks(net: nn.Module, trained: tuple[int, ...], by_parameter: bool)
             block.requires_grad_(index in trained)
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @pytest.mark.parametrize("built", [(), (0, 1, 2)], ids=["built_frozen", "built_trained"])
 @on_ranks(1, 2)
-def test_layers_are_frozen_and_unfrozen_between_steps(
-    rank: int, built: tuple[int, ...], reshard: bool, flag: bool
-) -> None:
+def test_layers_are_frozen_and_unfrozen_between_steps(rank: int, built: Any, policy: Any) -> None:
     """The result also equals that of models built that way for each step."""
-    options = options_of(flag, reshard)
-    plain = plain_net()
-    net = plain_net()
+    plain, net = plain_net(), plain_net()
     trained_blocks(net, built, by_parameter=True)
-    model = shard(net, by_class(Block), **options)
+    model = shard(net, by_class(Block), **policy)
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     for step, ((tokens,), trained) in enumerate(zip(data(rank, len(SCHEDULE), 1), SCHEDULE, strict=True)):
@@ -66,7 +64,7 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
         trained_blocks(plain, trained, by_parameter=False)
         like = plain_net()
         trained_blocks(like, trained, by_parameter=False)
-        fresh = shard(like, by_class(Block), **options)
+        fresh = shard(like, by_class(Block), **policy)
         fresh.load_state_dict(model.state_dict())
         losses = [each(tokens) for each in (model, plain, fresh)]
         for loss in losses:
@@ -80,15 +78,11 @@ def test_layers_are_frozen_and_unfrozen_between_steps(
             (group,) = block.fsdp_state.groups
             assert all((p.grad is None) == (index not in trained) for p in block.parameters())
             assert index in trained or group.main_grad is None or not group.main_grad.holds_gradients
+        ledger, expected = (each.fsdp_state.shared.ledger for each in (model, fresh))
         for traffic in ("gather", "reduce"):
-            assert (
-                model.fsdp_state.shared.ledger.bytes[traffic] == fresh.fsdp_state.shared.ledger.bytes[traffic]
-            ), traffic
-        model.fsdp_state.shared.ledger.reset()
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
+            assert ledger.bytes[traffic] == expected.bytes[traffic], traffic
+        ledger.reset()
+        update(ours, theirs)
         assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
 
 
@@ -104,24 +98,17 @@ def check_like_plain(model: Any, plain: nn.Module, exact: bool = True) -> None:
     for block in missing:
         block.requires_grad_(False)
     ours = whole_grads(model)
-    assert ours.keys() == expected.keys()
-    for name, grad in expected.items():
-        if exact:
-            assert torch.equal(ours[name], grad), name
-        else:
-            # Gradients of two losses are added in another order.
-            torch.testing.assert_close(ours[name], grad)
+    # Gradients of two losses are added in another order.
+    (assert_equal if exact else torch.testing.assert_close)(ours, expected)
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(1, 2)
-def test_forward_and_backward_may_have_other_flags(rank: int, reshard: bool, flag: bool) -> None:
+def test_forward_and_backward_may_have_other_flags(rank: int, policy: Any) -> None:
     """The flags at each forward and at each backward, against a plain model's gradients."""
-    options = options_of(flag, reshard)
     ((first, second),) = data(rank, 1, 2)
     for at_forward, at_backward in [(True, False), (False, True), (True, True), (False, False)]:
-        model, plain = build(**options), plain_net()
+        model, plain = build(**policy), plain_net()
         for net in (model, plain):
             net.blocks[1].requires_grad_(at_forward)
             loss = net(first)
@@ -131,7 +118,7 @@ def test_forward_and_backward_may_have_other_flags(rank: int, reshard: bool, fla
     # Two forwards with other flags, in both orders, one or two backwards.
     for flags in [(True, False), (False, True)]:
         for together in (False, True):
-            model, plain = build(**options), plain_net()
+            model, plain = build(**policy), plain_net()
             for net in (model, plain):
                 losses = []
                 for trains, tokens in zip(flags, (first, second), strict=True):
@@ -143,16 +130,14 @@ def test_forward_and_backward_may_have_other_flags(rank: int, reshard: bool, fla
             check_like_plain(model, plain, exact=False)
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @pytest.mark.parametrize("sync", ["last", "every"])
 @on_ranks(1, 2)
-def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: bool, flag: bool) -> None:
+def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, policy: Any) -> None:
     """A unit frozen in the last microbatch keeps, and reduces, the gradients of the first one."""
-    options = {**options_of(flag, reshard), "grad_sync": sync}
     ((first, second),) = data(rank, 1, 2)
     for flags in [(True, False), (False, True)]:
-        model, plain = build(**options), plain_net()
+        model, plain = build(grad_sync=sync, **policy), plain_net()
         model.blocks[1].requires_grad_(flags[0])
         with model.no_sync():
             model(first).backward()
@@ -161,7 +146,7 @@ def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: 
         for trains, tokens in zip(flags, (first, second), strict=True):
             plain.blocks[1].requires_grad_(trains)
             plain(tokens).backward()
-        check_like_plain(model, plain, exact=options["grad_sync"] == "last")
+        check_like_plain(model, plain, exact=sync == "last")
         # Nothing of it is left for the next step.
         model.zero_grad()
         plain.zero_grad()
@@ -171,15 +156,12 @@ def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: 
         check_like_plain(model, plain)
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(2)
-def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, reshard: bool, flag: bool) -> None:
-    options = options_of(flag, reshard)
+def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, policy: Any) -> None:
     ((tokens,),) = data(rank, 1, 1)
     for reentrant in (False, True):
-        torch.manual_seed(0)
-        model = shard(RecomputedNet(reentrant), by_class(Block), **options)
+        model = shard(plain_net(partial(RecomputedNet, reentrant)), by_class(Block), **policy)
         plain = plain_net()
         for trains in (True, False, True):
             for net in (model, plain):
@@ -189,26 +171,13 @@ def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, resha
             check_like_plain(model, plain)
 
 
-class Skipping(Net):
-    """Ranks leave out different blocks."""
-
-    skips = -1
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
-            x = x if index == self.skips else block(x)
-        return self.head(x)
-
-
 @FLAGS
 @on_ranks(2)
 def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: int, flag: bool) -> None:
     ((tokens,),) = data(rank, 1, 1)
-    torch.manual_seed(0)
+    plain, net = plain_net(Skipping), plain_net(Skipping)
     # Without gathers, for which ranks would have to use the same modules.
-    model = shard(Skipping(), by_class(Block), mesh=replicating(), optimize_backward_concat=flag)
-    plain = plain_net(Skipping)
+    model = shard(net, by_class(Block), mesh=replicating(), optimize_backward_concat=flag)
     model.skips = plain.skips = rank
     for trains in (True, False, True):
         for net in (model, plain):
@@ -224,8 +193,7 @@ def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: in
 def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = shard(Net(blocks=8), by_class(Block))
-    for index in (1, 2, 3, 4, 5, 6):
-        model.blocks[index].requires_grad_(False)
+    model.blocks[1:7].requires_grad_(False)
     launched = []
     root_of(model)
     reducer = model.fsdp_state.root.reducer
@@ -255,15 +223,10 @@ def test_groups_of_parameters_are_frozen_with_their_unit(rank: int, flag: bool) 
     groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     plain = plain_net()
-    named = list(plain.named_parameters())
-    theirs = torch.optim.SGD(
-        [
-            {"params": [p for _, p in named if p.dim() < 2], "lr": 0.5},
-            {"params": [p for _, p in named if p.dim() >= 2]},
-        ],
-        lr=0.1,
-        momentum=0.9,
+    small, large = (
+        [p for p in plain.parameters() if (p.dim() < 2) == is_small] for is_small in (True, False)
     )
+    theirs = torch.optim.SGD([{"params": small, "lr": 0.5}, {"params": large}], lr=0.1, momentum=0.9)
     for trains in (True, False, True):
         for net, each in ((model, optimizer), (plain, theirs)):
             net.blocks[1].requires_grad_(trains)
@@ -274,27 +237,24 @@ def test_groups_of_parameters_are_frozen_with_their_unit(rank: int, flag: bool) 
         torch.testing.assert_close(*norms)
         optimizer.step()
         theirs.step()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 @on_ranks(1, 2)
 def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp_path: Path) -> None:
     """The optimizer's state for a unit that is frozen for now is saved and loaded."""
-    folder = str(tmp_path)
     ((tokens,),) = data(rank, 1, 1)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer)
     full = checkpoint.full_optimizer_state_dict(model, optimizer)
     model.blocks[1].requires_grad_(False)
-    checkpoint.save(folder, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     frozen = checkpoint.full_optimizer_state_dict(model, optimizer)
     other = build(seed=1)
     resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    checkpoint.load(folder, other, resumed)
+    checkpoint.load(tmp_path, other, resumed)
     again = checkpoint.full_optimizer_state_dict(other, resumed)
     for each in (frozen, again):
         assert each["state"].keys() == full["state"].keys()
@@ -304,10 +264,10 @@ def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp
 
 def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
     model = build()
-    rows = {row.buffer: row.total for row in model.memory_report().rows}
+    of_gradients = {"main_grad", "reduced gradient"}
+    assert of_gradients <= {row.buffer for row in model.memory_report().rows}
     model.requires_grad_(False)
-    frozen = {row.buffer for row in model.memory_report().rows}
-    assert {"main_grad", "reduced gradient"} <= rows.keys() and not {"main_grad", "reduced gradient"} & frozen
+    assert of_gradients.isdisjoint(row.buffer for row in model.memory_report().rows)
 
 
 # ---- what cannot work --------------------------------------------------------------------------------------
@@ -361,11 +321,8 @@ def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag:
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
     make = torch.Generator().manual_seed(rank)
     x = torch.randn(16, 32, generator=make)
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        net = nn.Sequential(Linear(32, 32), Linear(32, 32))
-        models.append(shard(net, by_class(Linear), precision=precision, **options))
+    nets = (plain_net(lambda: nn.Sequential(Linear(32, 32), Linear(32, 32))) for _ in range(2))
+    models = [shard(net, by_class(Linear), precision=precision, **options) for net in nets]
     model, other = models
     optimizer, theirs = (torch.optim.SGD(each[0].parameters(), lr=0.1) for each in models)
     for trains in (False, True, False):
@@ -376,8 +333,7 @@ def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag:
                 loss = each(x).float().square().mean()
             loss.backward()
         assert all((p.grad is None) != trains for p in model[1].parameters())
-        first = {name: grad for name, grad in whole_grads(other).items() if name.startswith("0.")}
-        ours = {name: grad for name, grad in whole_grads(model).items() if name.startswith("0.")}
+        first, ours = ({n: g for n, g in whole_grads(each).items() if n.startswith("0.")} for each in models)
         assert_equal(ours, first)
         optimizer.step()
         theirs.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 import flatfsdp.optim
 from flatfsdp import Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
-from tests.support.models import build, data, whole_grads
+from tests.support.models import FLAGS, backward, build, data, same, update, whole_grads
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 SYNC = pytest.mark.parametrize("sync", ["last", "every"])
 
 BF16 = torch.bfloat16
@@ -50,8 +50,7 @@ def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
     options = {"optimize_backward_concat": flag, "grad_sync": sync, "reshard_after_forward": reshard}
     ((bad, worse, *good),) = data(rank, 1, 4)
     fresh = build(**options)
-    accumulate(fresh, good[0])
-    fresh(good[1]).backward()
+    backward(fresh, good)
     expected = whole_grads(fresh)
     for to_none in (True, False):
         for name in optimizers(build(**options)):
@@ -60,12 +59,10 @@ def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
             accumulate(model, bad)
             accumulate(model, worse)
             optimizer.zero_grad(set_to_none=to_none)
-            accumulate(model, good[0])
-            model(good[1]).backward()
+            backward(model, good)
             assert_equal(whole_grads(model), expected)
             # Without zero_grad both add up.
-            accumulate(model, good[0])
-            model(good[1]).backward()
+            backward(model, good)
             assert_equal(whole_grads(model), {key: 2 * grad for key, grad in expected.items()})
 
 
@@ -126,12 +123,11 @@ def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
         accumulate(model, first)
         with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
             optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same(before, list(model.parameters()))
         assert not any(optimizer.state.values())
-        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
-            model.clip_grad_norm_(1.0)
+        for clip in (model.clip_grad_norm_, partial(nn.utils.clip_grad_norm_, model.parameters())):
+            with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+                clip(1.0)
         model.state_dict()
         checkpoint.full_optimizer_state_dict(model, optimizer)
         assert "not yet reduced" in repr(next(model.parameters()).grad)
@@ -139,14 +135,13 @@ def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
         accumulate(fresh, first)
         fresh(second).backward()
         assert_equal(whole_grads(model), whole_grads(fresh))
-        optimizer.step()
         # Zeroed: there are no gradients, as in PyTorch.
-        optimizer.zero_grad()
+        update(optimizer)
         accumulate(model, first)
         optimizer.zero_grad()
         after = [p.detach().clone() for p in model.parameters()]
         optimizer.step()
-        assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+        assert same(after, list(model.parameters()))
 
 
 @FLAGS

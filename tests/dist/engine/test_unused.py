@@ -65,8 +65,7 @@ PROGRAMS: dict[str, tuple[Sequence[int], list[list[Microbatch]]]] = {
 
 def train(twins: Twins, steps: Sequence[Sequence[Microbatch]]) -> None:
     for number, step in enumerate(steps):
-        twins.step(step, by_no_sync=number % 2 == 1)
-        twins.zero_grad()
+        twins.train(step, by_no_sync=number % 2 == 1)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: " ".join(map(str, setup.values())))
@@ -127,6 +126,4 @@ class Inner(NamedTuple):
 def test_a_unit_that_is_called_alone_trains_alone() -> None:
     for options in (ON, OFF, EVERY):
         twins = Twins(slot_net((1, 1)), "torch AdamW", **options)
-        for step in ([using({0: (0,), 1: (0,)})], [Inner(1)], [Inner(0), Inner(0)]):
-            twins.step(step)
-            twins.zero_grad()
+        twins.train([using({0: (0,), 1: (0,)})], [Inner(1)], [Inner(0), Inner(0)])

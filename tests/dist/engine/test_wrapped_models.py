@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.optim import AdamW
-from tests.support.models import Block, data, grads_of, same
+from tests.support.models import FLAGS, Block, data, grads_of, plain_net, same
 from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+BF16 = Precision(compute=torch.bfloat16)
 
 
 @on_ranks(2)
@@ -24,7 +24,7 @@ def test_a_write_through_data_reaches_a_frozen_model() -> None:
     """The usual moving-average idiom writes through `.data`, which no version counter sees."""
     teacher = nn.Linear(8, 8)
     teacher.requires_grad_(False)
-    model = FlatFSDP(teacher, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False)
+    model = FlatFSDP(teacher, precision=BF16)
     with torch.no_grad():
         model(torch.ones(2, 8))
         for shard in model.parameters():
@@ -38,11 +38,7 @@ def test_a_write_through_data_reaches_a_frozen_model() -> None:
 def test_a_write_through_data_before_the_first_forward_is_seen(trains: bool, flag: bool) -> None:
     """The same write on one rank, which holds everything cast, and on two."""
     for write in (lambda data: data.fill_(0.5), lambda data: data.copy_(torch.full_like(data, 0.5))):
-        model = FlatFSDP(
-            nn.Linear(8, 8),
-            precision=Precision(compute=torch.bfloat16),
-            optimize_backward_concat=flag,
-        )
+        model = FlatFSDP(nn.Linear(8, 8), precision=BF16, optimize_backward_concat=flag)
         for shard in model.parameters():
             write(shard.data)
         with torch.set_grad_enabled(trains):
@@ -134,27 +130,8 @@ class Recording(nn.Linear):
 
 def test_a_module_may_write_to_what_it_was_given() -> None:
     seen: list[torch.Tensor] = []
-    model = FlatFSDP(
-        Recording(2, 2), precision=Precision(compute=torch.bfloat16), optimize_backward_concat=False
-    )
-    model(torch.ones(1, 2), seen=seen)
+    FlatFSDP(Recording(2, 2), precision=BF16)(torch.ones(1, 2), seen=seen)
     assert [x.dtype for x in seen] == [torch.bfloat16]
-
-
-@on_ranks(2)
-def test_apply_sees_ordinary_parameters() -> None:
-    model = build()
-
-    def initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.constant_(module.weight, 0.5)
-            nn.init.zeros_(module.bias)
-
-    assert model.apply(initialise) is model
-    state = model.state_dict()
-    for name in ("head", "blocks.0.up", "blocks.2.down"):
-        assert (state[f"{name}.weight"] == 0.5).all()
-        assert not state[f"{name}.bias"].any()
 
 
 class Critic(nn.Module):
@@ -178,10 +155,8 @@ def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
     torch.manual_seed(0)
     plain_generator, plain_judge = Block(), Critic()
     options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
-    generator = FlatFSDP(copy.deepcopy(plain_generator), **{"optimize_backward_concat": False, **options})
-    judge = auto_wrap(
-        copy.deepcopy(plain_judge), by_class(Block), **{"optimize_backward_concat": False, **options}
-    )
+    generator = FlatFSDP(copy.deepcopy(plain_generator), **options)
+    judge = auto_wrap(copy.deepcopy(plain_judge), by_class(Block), **options)
     noise = torch.ones(2, 20)
 
     plain_judge(plain_generator(noise)).backward()
@@ -221,9 +196,9 @@ def test_an_evaluation_has_the_weights_that_were_written_through_data(rank: int,
     """Weights are exchanged for an average through `.data`, right after an optimizer that writes what is
     gathered, and after a forward whose backward never comes."""
     tokens = next(data(rank, 1, 1))[0]
-    model = build(optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    model = build(optimize_backward_concat=flag, precision=BF16)
     optimizer = AdamW(model.parameters(), lr=0.1)
-    average = build(seed=1, precision=Precision(compute=torch.bfloat16))
+    average = build(seed=1, precision=BF16)
     for backward_follows in (True, False):
         loss = model(tokens)
         if backward_follows:
@@ -244,18 +219,16 @@ def test_an_evaluation_has_the_weights_that_were_written_through_data(rank: int,
 @on_ranks(2)
 def test_a_model_may_be_transformed() -> None:
     """Inside torch.func's transformations the outputs of units have no memory of their own."""
-    torch.manual_seed(0)
-    block = Block()
-    model = FlatFSDP(copy.deepcopy(block), optimize_backward_concat=False)
+    block = plain_net(Block)
+    model = FlatFSDP(copy.deepcopy(block))
     x = torch.randn(3, 2, 20)
     with torch.no_grad():
         torch.testing.assert_close(torch.vmap(model)(x), block(x))
-        for ours, expected in zip(*(torch.func.jvp(f, (x,), (x,)) for f in (model, block)), strict=True):
-            torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(*(torch.func.jvp(f, (x,), (x,)) for f in (model, block)))
 
 
 def test_parameters_on_one_rank_can_be_read_before_the_first_forward() -> None:
     plain = nn.Linear(4, 4)
     expected = plain.weight.detach().bfloat16()
-    model = FlatFSDP(plain, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=True)
+    model = FlatFSDP(plain, precision=BF16)
     assert torch.equal(model.weight, expected)

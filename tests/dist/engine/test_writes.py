@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Precision, shard
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import grads_of, same
+from tests.support.models import FLAGS, grads_of, same
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 WRITTEN = "forward of unit {} wrote in place to parameter .*{}"
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import by_class, shard
-from tests.support.models import Block, Net, data
+from tests.support.models import FLAGS, Block, build, data
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 MESSAGE = r"blocks\.0\.up\.weight.* was written to as an attribute.*summon_full_params"
 
 
@@ -48,8 +47,7 @@ UNCOUNTED: list[Callable[[Tensor], Any]] = [
 
 
 def model_of(**options: Any) -> tuple[Any, nn.Linear]:
-    torch.manual_seed(0)
-    model = shard(Net(), by_class(Block), **options)
+    model = build(**options)
     layer = next(module for module in model.modules() if isinstance(module, Block)).up
     return model, layer
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, microbatches, shard
+from tests.support.models import update
 from tests.support.programs import run_program
 from tests.support.ranks import on_ranks
 
@@ -95,8 +96,7 @@ def train_example(compute: torch.dtype, option: bool) -> Trained:
     losses = []
     for tokens in steps():
         losses += run(model, engine.microbatches(tokens))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     prefixes = ["", *(f"layers.{number}." for number in range(len(model.layers)))]
     whole: dict[str, Tensor] = {}
     for prefix, unit in zip(prefixes, engine.units, strict=True):
@@ -116,8 +116,7 @@ def train_engine(compute: torch.dtype, option: bool) -> Trained:
     losses = []
     for tokens in steps():
         losses += run(model, microbatches(model, tokens))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, model.state_dict()
 
 

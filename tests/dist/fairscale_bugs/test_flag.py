@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from flatfsdp import Debug, FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.engine.whole.units import units_in
 from tests.support.against_plain import (
     UNITS,
@@ -26,16 +28,26 @@ from tests.support.against_plain import (
     fp32_tensors,
     gradient_buffers,
     plain_grads,
-    plain_net,
     resident_bytes,
 )
-from tests.support.models import Block, Net, data, grads_of, same, whole_grads
+from tests.support.models import (
+    FLAGS,
+    RESHARD,
+    Block,
+    Net,
+    backward,
+    data,
+    each_policy,
+    grads_of,
+    plain_net,
+    same,
+    whole_grads,
+)
 from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 BF16 = Precision(compute=torch.bfloat16)
+PRECISIONS = pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
 
 
 # ---- B1: parameters stay in memory between microbatches -------------------------------------------------
@@ -49,17 +61,15 @@ def test_b1_a_no_sync_backward_frees_the_parameters(rank: int, world_size: int, 
     Only the middle block keeps its parameters by policy.
     """
     net = plain_net()
-    options = {"optimize_backward_concat": flag, "precision": BF16}
+    make = partial(FlatFSDP, optimize_backward_concat=flag, precision=BF16)
     for index, block in enumerate(net.blocks):
-        net.blocks[index] = FlatFSDP(
-            block, reshard_after_forward=index != 1, **{"optimize_backward_concat": False, **options}
-        )
-    model = FlatFSDP(net, **{"optimize_backward_concat": False, **options})
+        net.blocks[index] = make(block, reshard_after_forward=index != 1)
+    model = make(net)
     layout = model.blocks[1].fsdp_state.trained[0].layout
     only_kept = [0, 0, layout.padded_numel(world_size) * torch.bfloat16.itemsize, 0]
     masters = [shard.detach().clone() for shard in model.parameters()]
 
-    tokens = batches_of_all_ranks(world_size)[rank]
+    tokens = batches_of_all_ranks()[rank]
     for _ in range(2):
         with model.no_sync():
             model(tokens[0]).backward()
@@ -72,30 +82,20 @@ def test_b1_a_no_sync_backward_frees_the_parameters(rank: int, world_size: int, 
 # ---- B2: nobody may look between microbatches -----------------------------------------------------------
 
 
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@each_policy
+@PRECISIONS
 @on_ranks(2)
-def test_b2_parameters_can_be_read_between_microbatches(
-    rank: int, precision: Precision, reshard: bool, flag: bool
-) -> None:
+def test_b2_parameters_can_be_read_between_microbatches(rank: int, precision: Precision, policy: Any) -> None:
     """There: state_dict() and summon_full_params() gather full tensors as if they were shards, and crash."""
-    options = {
-        "optimize_backward_concat": flag,
-        "precision": precision,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
     expected = {name: p.detach() for name, p in plain_net().named_parameters()}
-    model, undisturbed = build(**options), build(**options)
+    model, undisturbed = (build(precision=precision, **policy) for _ in range(2))
     for batches in data(rank, steps=2, count=3):
         for tokens in microbatches(model, batches):
             model(tokens).backward()
             assert_equal(model.state_dict(), expected)
             with model.summon_full_params():
                 assert_equal({name: p.detach() for name, p in model.named_parameters()}, expected)
-        for tokens in microbatches(undisturbed, batches):
-            undisturbed(tokens).backward()
+        backward(undisturbed, batches)
         assert same(grads_of(model), grads_of(undisturbed))
         for m in (model, undisturbed):
             m.zero_grad()
@@ -106,11 +106,11 @@ def test_b2_parameters_can_be_read_between_microbatches(
 
 @FLAGS
 @on_ranks(2)
-def test_b3_gradient_memory_appears_with_the_first_gradient(rank: int, world_size: int, flag: bool) -> None:
+def test_b3_gradient_memory_appears_with_the_first_gradient(rank: int, flag: bool) -> None:
     """There: the constructor, every evaluation and state_dict() allocate 4 bytes a parameter."""
     others = fp32_tensors()
     model = build(optimize_backward_concat=flag, precision=BF16)
-    tokens = batches_of_all_ranks(world_size)[rank]
+    tokens = batches_of_all_ranks()[rank]
     assert gradient_buffers(model, others) == 0, "after construction"
     for grad_mode in (torch.no_grad, torch.inference_mode):
         with grad_mode():
@@ -130,28 +130,19 @@ def test_b3_gradient_memory_appears_with_the_first_gradient(rank: int, world_siz
 # ---- B4: frozen units -----------------------------------------------------------------------------------
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(2)
-def test_b4_a_frozen_unit_constructs_evaluates_and_trains(
-    rank: int, world_size: int, reshard: bool, flag: bool
-) -> None:
+def test_b4_a_frozen_unit_constructs_evaluates_and_trains(rank: int, policy: Any) -> None:
     """There: construction registers a gradient hook on what has no gradient, and raises."""
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
     plain = plain_net()
     plain.blocks[1].requires_grad_(False)
-    model = auto_wrap(copy.deepcopy(plain), by_class(Block), **{"optimize_backward_concat": False, **options})
-    batches = batches_of_all_ranks(world_size)
+    model = auto_wrap(copy.deepcopy(plain), by_class(Block), **policy)
+    batches = batches_of_all_ranks()
     tokens = batches[rank][0]
     for grad_mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with grad_mode():
             assert torch.equal(model(tokens), plain(tokens)), grad_mode.__name__
-    for tokens in microbatches(model, batches[rank]):
-        model(tokens).backward()
+    backward(model, batches[rank])
     assert_equal(whole_grads(model), plain_grads(plain, batches))
     for frozen in model.blocks[1].parameters():
         assert frozen.grad is None
@@ -164,13 +155,13 @@ def test_b4_a_frozen_unit_constructs_evaluates_and_trains(
 
 @FLAGS
 @on_ranks(2)
-def test_b4_a_frozen_unit_is_freed_after_backward(rank: int, world_size: int, flag: bool) -> None:
+def test_b4_a_frozen_unit_is_freed_after_backward(rank: int, flag: bool) -> None:
     """There: its backward hook, which would free it, does not exist."""
     net = plain_net()
     net.blocks[1].requires_grad_(False)
     model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
     with model.no_sync():
-        model(batches_of_all_ranks(world_size)[rank][0]).backward()
+        model(batches_of_all_ranks()[rank][0]).backward()
     assert resident_bytes(model) == [0] * UNITS
 
 
@@ -205,7 +196,7 @@ def by_attribute(model: FlatFSDP, is_last: bool) -> None:
 )
 @on_ranks(2)
 def test_b5_no_microbatch_is_lost_when_the_last_one_is_marked_by_hand(
-    rank: int, world_size: int, flags: Sequence[bool], mark: Callable[[FlatFSDP, bool], None]
+    rank: int, flags: Sequence[bool], mark: Callable[[FlatFSDP, bool], None]
 ) -> None:
     """There: a second copy of the mark is not set, or the units' flags differ, and earlier gradients go."""
     plain = plain_net()
@@ -214,7 +205,7 @@ def test_b5_no_microbatch_is_lost_when_the_last_one_is_marked_by_hand(
     for index, flag in enumerate(block_flags):
         net.blocks[index] = FlatFSDP(net.blocks[index], optimize_backward_concat=flag)
     model = FlatFSDP(net, optimize_backward_concat=root_flag)
-    batches = batches_of_all_ranks(world_size)
+    batches = batches_of_all_ranks()
     expected = plain_grads(plain, batches)
     for _ in range(2):
         for index, tokens in enumerate(batches[rank]):
@@ -224,23 +215,15 @@ def test_b5_no_microbatch_is_lost_when_the_last_one_is_marked_by_hand(
         model.zero_grad()
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(2)
-def test_b6_what_counts_is_the_mark_at_backward(
-    rank: int, world_size: int, reshard: bool, flag: bool
-) -> None:
+def test_b6_what_counts_is_the_mark_at_backward(rank: int, policy: Any) -> None:
     """There: another mark at forward than at backward fails an assertion, so GPipe schedules cannot run.
 
     All forwards first, under every pattern of marks; the backwards are marked as they should be.
     """
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
-    model = build(**options)
-    batches = batches_of_all_ranks(world_size)
+    model = build(**policy)
+    batches = batches_of_all_ranks()
     expected = plain_grads(plain_net(), batches)
     for marks in product((False, True), repeat=len(batches[rank])):
         losses = []
@@ -279,20 +262,18 @@ class Hooked(Twice):
 
 
 @FLAGS
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@PRECISIONS
 @on_ranks(2)
 def test_b7_hooks_on_weights_see_and_change_the_gradient_that_is_reduced(
-    rank: int, world_size: int, precision: Precision, flag: bool
+    rank: int, precision: Precision, flag: bool
 ) -> None:
     """There: a user's hook runs after the gradient has been accumulated, and changes nothing."""
-    options = {"optimize_backward_concat": flag, "precision": precision}
     net, plain = plain_net(Hooked), plain_net(Hooked)
-    model = auto_wrap(net, by_class(Block), **{"optimize_backward_concat": False, **options})
-    batches = batches_of_all_ranks(world_size)
-    for tokens in microbatches(model, batches[rank]):
-        model(tokens).backward()
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag, precision=precision)
+    batches = batches_of_all_ranks()
+    backward(model, batches[rank])
     assert net.seen == [plain.blocks[1].up.weight.shape] * len(batches[rank]), "once a microbatch, whole"
-    if options["precision"] != Precision():
+    if precision == BF16:
         plain.bfloat16()
     assert_equal(whole_grads(model), plain_grads(plain, batches))
 
@@ -300,24 +281,15 @@ def test_b7_hooks_on_weights_see_and_change_the_gradient_that_is_reduced(
 # ---- B8: a unit used twice in one graph -----------------------------------------------------------------
 
 
-@FLAGS
-@RESHARD
+@each_policy
 @on_ranks(2)
-def test_b8_a_unit_may_be_used_twice_in_one_graph(
-    rank: int, world_size: int, reshard: bool, flag: bool
-) -> None:
+def test_b8_a_unit_may_be_used_twice_in_one_graph(rank: int, policy: Any) -> None:
     """There: an assertion fails in mixed precision, because the buffer has been handed over already."""
-    options = {
-        "optimize_backward_concat": flag,
-        "reshard_after_forward": reshard,
-        "debug": Debug(poison_on_free=True),
-    }
     net = plain_net(Twice)
     full_precision, low_precision = copy.deepcopy(net), copy.deepcopy(net).bfloat16()
-    model = auto_wrap(net, by_class(Block), precision=BF16, **{"optimize_backward_concat": False, **options})
-    batches = batches_of_all_ranks(world_size)
-    for tokens in microbatches(model, batches[rank]):
-        model(tokens).backward()
+    model = auto_wrap(net, by_class(Block), precision=BF16, **policy)
+    batches = batches_of_all_ranks()
+    backward(model, batches[rank])
     ours, exact = whole_grads(model), plain_grads(full_precision, batches)
     assert_equal(ours, plain_grads(low_precision, batches))
     error = [ours[name] - exact[name] for name in exact]
@@ -330,20 +302,17 @@ def test_b8_a_unit_may_be_used_twice_in_one_graph(
 
 @FLAGS
 @on_ranks(2)
-def test_b9_trained_and_frozen_groups_of_one_unit_are_kept_apart(
-    rank: int, world_size: int, flag: bool
-) -> None:
+def test_b9_trained_and_frozen_groups_of_one_unit_are_kept_apart(rank: int, flag: bool) -> None:
     """There: all groups share one gradient buffer, on CUDA's current device, and the first one gets it."""
     plain = plain_net()
     for block in plain.blocks:
         block.norm.requires_grad_(False)
         block.up.bias.requires_grad_(False)
-    batches = batches_of_all_ranks(world_size)
+    batches = batches_of_all_ranks()
     no_device = mock.patch("torch.cuda.current_device", side_effect=AssertionError("a hard-coded device"))
     with no_device:
         model = auto_wrap(copy.deepcopy(plain), by_class(Block), optimize_backward_concat=flag)
-        for tokens in microbatches(model, batches[rank]):
-            model(tokens).backward()
+        backward(model, batches[rank])
     assert_equal(whole_grads(model), plain_grads(plain, batches))
     frozen = [p for block in model.blocks for p in (*block.norm.parameters(), block.up._parameters["bias"])]
     assert len(frozen) == 9 and all(p.grad is None and not p.requires_grad for p in frozen)
@@ -355,7 +324,7 @@ def test_b9_each_flat_parameter_of_a_wrapper_gets_its_own_gradient() -> None:
     net = copy.deepcopy(plain)
     wrapped = FlattenParamsWrapper(net, [list(part.parameters()) for part in net.children()])
     assert len(wrapped.flat_params) == 3
-    tokens = batches_of_all_ranks(1)[0][0]
+    tokens = batches_of_all_ranks()[0][0]
     for module in (wrapped, plain):
         module(tokens).backward()
     grads = wrapped.get_param_views([flat.grad for flat in wrapped.flat_params])
@@ -367,10 +336,10 @@ def test_b9_each_flat_parameter_of_a_wrapper_gets_its_own_gradient() -> None:
 
 @FLAGS
 @RESHARD
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@PRECISIONS
 @on_ranks(2)
 def test_b10_nothing_is_concatenated_with_the_flag(
-    rank: int, world_size: int, precision: Precision, reshard: bool, flag: bool
+    rank: int, precision: Precision, reshard: bool, flag: bool
 ) -> None:
     """There: the last microbatch concatenates all gradients, and throws the result away.
 
@@ -379,7 +348,7 @@ def test_b10_nothing_is_concatenated_with_the_flag(
     count = 0 if flag else UNITS
     model = build(optimize_backward_concat=flag, precision=precision, reshard_after_forward=reshard)
     seen = []
-    for tokens in microbatches(model, batches_of_all_ranks(world_size)[rank]):
+    for tokens in microbatches(model, batches_of_all_ranks()[rank]):
         loss = model(tokens)
         with profile() as trace:
             loss.backward()

@@ -22,31 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
-from flatfsdp import (
-    FlatFSDP,
-    FlattenParamsWrapper,
-    Precision,
-    Prefetch,
-    auto_wrap,
-    by_class,
-    microbatches,
-)
+from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.engine.whole.units import distinct_units
-from tests.support.against_plain import (
-    UNITS,
-    assert_equal,
-    batches_of_all_ranks,
-    plain_grads,
-    plain_net,
-    resident_bytes,
-)
+from tests.support.against_plain import UNITS, assert_equal, batches_of_all_ranks, plain_grads, resident_bytes
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.models import Block, Net, data, whole_grads
+from tests.support.models import FLAGS, RESHARD, Block, Net, backward, data, plain_net, update, whole_grads
 from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks, run_ranks
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 GRAD_DTYPES = pytest.mark.parametrize("grad", [torch.float32, None], ids=["main_grad", "grad"])
 BF16 = torch.bfloat16
 
@@ -104,8 +87,7 @@ def test_p1_checkpointing_around_units_trains_on_fresh_weights(
     rank: int, world_size: int, reentrant: bool, depth: int, flag: bool
 ) -> None:
     """There: recomputation prefetches a unit that is done; it stays, and serves the next step, outdated."""
-    options = {"optimize_backward_concat": flag, "prefetch": Prefetch(depth, depth)}
-    model = build(**options)
+    model = build(optimize_backward_concat=flag, prefetch=Prefetch(depth, depth))
     for index, block in enumerate(model.blocks):
         model.blocks[index] = Recomputed(block, reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -119,8 +101,7 @@ def test_p1_checkpointing_around_units_trains_on_fresh_weights(
             "once a block; the root is still there"
         )
         assert resident_bytes(model) == [0] * UNITS
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 # ---- P2: a world of one never drops its gradients -------------------------------------------------------
@@ -134,19 +115,15 @@ def steps_in_a_world_of_one(rank: int, world_size: int, flag: bool, precision: P
     if precision.compute == BF16:
         net.bfloat16()
     for batches in data(rank, steps=3, count=2):
-        for tokens in microbatches(model, batches):
-            model(tokens).backward()
+        backward(model, batches)
         assert_equal(whole_grads(model), plain_grads(net, [batches]))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 @FLAGS
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute=BF16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("initialised", [True, False], ids=["one rank", "no torch.distributed"])
-def test_p2_a_world_of_one_starts_each_step_from_zero(
-    initialised: bool, precision: Precision, flag: bool
-) -> None:
+def test_p2_a_world_of_one_starts_each_step_from_zero(initialised: bool, precision: Any, flag: bool) -> None:
     """There: gradients add up over steps, norms 3.5, 7.1, 10.6."""
     if initialised:
         run_ranks(1, steps_in_a_world_of_one, flag, precision)
@@ -168,14 +145,11 @@ def assert_grads_are_where_they_belong(model: FlatFSDP, grad: torch.dtype | None
 @FLAGS
 @GRAD_DTYPES
 @on_ranks(2)
-def test_p3_clipping_sees_the_gradients_of_bf16_parameters(
-    rank: int, world_size: int, grad: torch.dtype | None, flag: bool
-) -> None:
+def test_p3_clipping_sees_the_gradients_of_bf16_parameters(rank: int, grad: Any, flag: bool) -> None:
     """There: the norm looks at `.grad` only, finds 0.0 and clips nothing."""
     model = build(optimize_backward_concat=flag, precision=bf16_parameters(grad))
-    batches = batches_of_all_ranks(world_size)
-    for tokens in microbatches(model, batches[rank]):
-        model(tokens).backward()
+    batches = batches_of_all_ranks()
+    backward(model, batches[rank])
     assert_grads_are_where_they_belong(model, grad)
     reduced = whole_grads(model)
     exact = plain_grads(plain_net().bfloat16(), batches)
@@ -194,15 +168,13 @@ def test_p3_clipping_sees_the_gradients_of_bf16_parameters(
 @FLAGS
 @GRAD_DTYPES
 @on_ranks(2)
-def test_p4_gradients_of_bf16_parameters_add_up_without_no_sync(
-    rank: int, world_size: int, grad: torch.dtype | None, flag: bool
-) -> None:
+def test_p4_gradients_of_bf16_parameters_add_up_without_no_sync(rank: int, grad: Any, flag: bool) -> None:
     """There: each backward overwrites `main_grad`, so that all microbatches but the last are lost.
 
     Every backward reduces: first the same batch three times, then, from zero, different ones.
     """
     model = build(optimize_backward_concat=flag, precision=bf16_parameters(grad))
-    same_batch, *others = batches_of_all_ranks(world_size)[rank]
+    same_batch, *others = batches_of_all_ranks()[rank]
     model(same_batch).backward()
     once = whole_grads(model)
     model(same_batch).backward()
@@ -212,15 +184,13 @@ def test_p4_gradients_of_bf16_parameters_add_up_without_no_sync(
     assert_equal(whole_grads(model), {name: twice[name] + g for name, g in once.items()})
     assert_grads_are_where_they_belong(model, grad)
 
-    model.zero_grad()
     parts = []
-    for tokens in others:
-        model(tokens).backward()
-        parts.append(whole_grads(model))
+    for batches in ([others[0]], [others[1]], others):
         model.zero_grad()
-    for tokens in others:
-        model(tokens).backward()
-    assert_equal(whole_grads(model), {name: parts[0][name] + parts[1][name] for name in once})
+        for tokens in batches:
+            model(tokens).backward()
+        parts.append(whole_grads(model))
+    assert_equal(parts[2], {name: parts[0][name] + parts[1][name] for name in once})
 
 
 # ---- P5: the host waits for the device ------------------------------------------------------------------
@@ -250,11 +220,9 @@ def steps_without_waiting(rank: int, world_size: int, device: str, options: dict
 
     def run(steps: list[list[Tensor]]) -> None:
         for batches in steps:
-            for tokens in microbatches(model, batches):
-                model(tokens).backward()
+            backward(model, batches)
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
 
     # The first steps create communicators and record the order of execution.
     run(steps[:2])
@@ -311,8 +279,7 @@ def test_p6_a_backward_calls_as_many_hooks_as_the_one_before(
     Four steps of four microbatches; the first step has no recorded order to prefetch by.
     """
     precision = bf16_parameters(torch.float32) if bf16 else Precision()
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "precision": precision}
-    model = build(**options)
+    model = build(optimize_backward_concat=flag, reshard_after_forward=reshard, precision=precision)
     parameters = len(list(plain_net().parameters()))
     by_step = []
     for batches in data(rank, steps=4, count=4):
@@ -321,7 +288,7 @@ def test_p6_a_backward_calls_as_many_hooks_as_the_one_before(
             loss = model(tokens)
             with engine_calls() as calls:
                 loss.backward()
-            assert calls["landed"] == (parameters if options["optimize_backward_concat"] else UNITS)
+            assert calls["landed"] == (parameters if flag else UNITS)
             counted.append(calls)
         assert counted[1] == counted[2], "neither the first nor the last microbatch of the step"
         by_step.append(counted)
@@ -385,7 +352,7 @@ def test_p8_gradients_of_any_size_are_reduced_as_flat_tensors(rank: int, world_s
     """There: small gradients travel in a 2-D bucket, which gloo rejects."""
     plain = plain_net(OddSizes)
     model = auto_wrap(copy.deepcopy(plain), by_class(Block, nn.Linear), optimize_backward_concat=flag)
-    batches = batches_of_all_ranks(world_size)
+    batches = batches_of_all_ranks()
     reductions = []
 
     def record(operator: Any, arguments: Any) -> None:
@@ -393,12 +360,9 @@ def test_p8_gradients_of_any_size_are_reduced_as_flat_tensors(rank: int, world_s
             reductions.append((arguments[0].shape, arguments[1].shape))
 
     with Watch(record):
-        for tokens in microbatches(model, batches[rank]):
-            model(tokens).backward()
+        backward(model, batches[rank])
     assert len(reductions) == sum(len(unit.fsdp_state.groups) for unit in distinct_units(model))
     for shard, full in reductions:
         assert len(shard) == len(full) == 1
         assert full.numel() == world_size * shard.numel()
-    expected = plain_grads(plain, batches)
-    for name, grad in whole_grads(model).items():
-        torch.testing.assert_close(grad, expected[name], msg=name)
+    torch.testing.assert_close(whole_grads(model), plain_grads(plain, batches))

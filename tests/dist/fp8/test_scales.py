@@ -26,12 +26,9 @@ from tests.support.fp8_layers import (
 )
 from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.support.meshes import REPLICATED
-from tests.support.models import same
+from tests.support.models import FLAGS, same, update
 from tests.support.plain_layers import error
-from tests.support.ranks import on_ranks, run_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-
+from tests.support.ranks import on_ranks
 
 # ---- reductions --------------------------------------------------------------------------------------------
 
@@ -62,8 +59,15 @@ def test_one_reduction_a_forward_and_one_a_backward(rank: int, recompute: bool) 
     assert calls == []
 
 
-def outlier(rank: int, world_size: int, value: float) -> list[Any]:
-    """Trains with one number, on the last rank alone, in the input and in the gradient."""
+@pytest.mark.parametrize(
+    ("world_size", "value", "expected"),
+    [(2, 1000.0, 0.25), (3, 1000.0, 0.25), (2, math.inf, 1.0), (2, math.nan, 1.0)],
+)
+@on_ranks()
+def test_an_outlier_on_the_last_rank_counts_on_all(
+    rank: int, world_size: int, value: float, expected: float
+) -> None:
+    """One number in the input and in the gradient; one of no use keeps the scale as it was."""
     model = nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH), Linear(WIDTH, WIDTH))
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -77,25 +81,9 @@ def outlier(rank: int, world_size: int, value: float) -> list[Any]:
         out.backward(dy)
         state = list(fp8_state(model).values())
         assert len(state) == 12 and same_on_all_ranks(state)
-    first, last = model[0], model[2]
-    return [
-        first.fp8_forward_amax_history[-1, 0].item(),
-        last.fp8_backward_amax_history[-1, 0].item(),
-        first.fp8_forward_scale[0].item(),
-    ]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_outlier_on_the_last_rank_counts_on_all(world_size: int) -> None:
-    for x_amax, dy_amax, scale in run_ranks(world_size, outlier, 1000.0):
-        assert x_amax == dy_amax == 1000 and scale == 0.25
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_number_of_no_use_on_the_last_rank_keeps_the_scale_of_all(value: float) -> None:
-    for x_amax, dy_amax, scale in run_ranks(2, outlier, value):
-        assert str(x_amax) == str(dy_amax) == str(value)
-        assert scale == 1, "as it was"
+    for history in (model[0].fp8_forward_amax_history, model[2].fp8_backward_amax_history):
+        assert str(history[-1, 0].item()) == str(value)
+    assert model[0].fp8_forward_scale[0] == expected
 
 
 @on_ranks(2)
@@ -116,32 +104,15 @@ def test_who_shares_scales(rank: int, world_size: int) -> None:
     assert ratio.tolist() == [16.0 ** (world_size - 1 - rank), 1.0]
 
 
-def one() -> list[nn.Module]:
-    return [Linear(WIDTH, WIDTH)]
-
-
-def two() -> list[nn.Module]:
-    return [*one(), *one()]
-
-
-def three() -> list[nn.Module]:
-    return [*one(), *two()]
-
-
-def mlp_and_linear() -> list[nn.Module]:
-    return [LayerNormMLP(WIDTH, WIDTH), *one()]
-
-
-def linear_and_mlp() -> list[nn.Module]:
-    return [*one(), LayerNormMLP(WIDTH, WIDTH)]
+L, MLP = Linear, LayerNormMLP
 
 
 @pytest.mark.parametrize(
-    "layers", [(two, three), (one, two), (two, one), (mlp_and_linear, linear_and_mlp), (mlp_and_linear, two)]
+    "layers", [([L, L], [L, L, L]), ([L], [L, L]), ([L, L], [L]), ([MLP, L], [L, MLP]), ([MLP, L], [L, L])]
 )
 @on_ranks(2, timeout=60.0)
 def test_ranks_with_other_layers_raise_on_all_ranks(rank: int, layers: Any) -> None:
-    model = nn.Sequential(*layers[rank]())
+    model = nn.Sequential(*(kind(WIDTH, WIDTH) for kind in layers[rank]))
     with pytest.raises(RuntimeError, match="not the same on all ranks"), autocast(recipe=SHORT):
         model(batch(rank))
 
@@ -182,9 +153,7 @@ def test_a_rank_without_tokens(rank: int) -> None:
     ids=["zero3", "zero2", "dp", "off", "poisoned"],
 )
 @on_ranks(2)
-def test_two_ranks_are_one_process_with_both_batches(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_two_ranks_are_one_process_with_both_batches(rank: int, world_size: int, options: Any) -> None:
     """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
     model, plain = build(**options), seeded(Stack)
     parameters = list(plain.parameters())
@@ -194,8 +163,7 @@ def test_two_ranks_are_one_process_with_both_batches(
         with autocast(recipe=SHORT):
             loss = model(batch(rank, step) * 2.0**step).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with autocast(recipe=SHORT, amax_reduction_group=alone):
             losses = [plain(batch(r, step) * 2.0**step).square().mean() for r in range(world_size)]
         sum(losses).backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, Precision, by_class, microbatches, shard
 from flatfsdp.layers import Embedding, Linear, LinearCrossEntropy, cross_entropy
-from tests.support.models import Trace, grads_of, same_trace
+from tests.support.models import Trace, grads_of, same_trace, update
 from tests.support.ranks import on_ranks
 from tests.support.split_layers import assert_close, mine
 
@@ -98,9 +98,7 @@ def heads(dtype: torch.dtype, **options: Any) -> Shared:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(2, 4)
-def test_a_head_that_ranks_share_has_the_numbers_of_one(
-    rank: int, world_size: int, dtype: torch.dtype
-) -> None:
+def test_a_head_that_ranks_share_has_the_numbers_of_one(rank: int, world_size: int, dtype: Any) -> None:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(8, 3, WIDTH, generator=generator).to(dtype)
     targets = torch.randint(VOCAB, (8, 3), generator=generator)
@@ -185,17 +183,14 @@ def train(rank: int, net: dict[str, Any], **options: Any) -> Trace:
             (loss * 8).backward()
             losses.append(loss.detach())
         grads += grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], [])
 
 
 @pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("net", [{}, {"ties": True}, {"fused": False}], ids=["fused", "tied", "unfused"])
 @on_ranks(2)
-def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
-    rank: int, flag: bool, net: dict[str, Any]
-) -> None:
+def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(rank: int, flag: bool, net: Any) -> None:
     options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=True)}
     traces = [train(rank, {"options": head, **net}, **options) for head in ({}, None)]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)

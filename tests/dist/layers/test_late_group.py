@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import shard
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
 
@@ -46,14 +46,11 @@ def test_the_same_as_with_a_group_from_the_start(rank: int, name: str, sequence_
     torch.manual_seed(0)
     first = make(tp_group=dist.group.WORLD)
     late = make(tp_size=2)
+    alone = DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu")
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
         late(input_of(name, sequence_parallel))
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
-        shard(
-            late,
-            mesh=DeviceMesh.from_group(dist.new_group([rank], use_local_synchronization=True), "cpu"),
-            tp_group=dist.group.WORLD,
-        )
+        shard(late, mesh=alone, tp_group=dist.group.WORLD)
     other = copy.deepcopy(late)
     torch.manual_seed(0)
     other.set_tensor_parallel_group(dist.group.WORLD)
@@ -96,7 +93,8 @@ def test_a_loop_over_all_modules_may_tell_them() -> None:
     layer(input_of("TransformerLayer", False))
 
 
-def misfits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_do_not_fit(rank: int) -> None:
     alone = dist.new_group([rank], use_local_synchronization=True)
     for size, group, message in (
         (2, alone, "tp_size is 2, and tp_group has 1 ranks"),
@@ -114,7 +112,8 @@ def misfits(rank: int, world_size: int) -> None:
     whole.set_tensor_parallel_group(None)
 
 
-def other_ranks(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_of_other_ranks_do_not_fit(rank: int) -> None:
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     first, second = (
         next(group for group in two if rank in dist.get_process_group_ranks(group))
@@ -127,8 +126,3 @@ def other_ranks(rank: int, world_size: int) -> None:
         layer.set_tensor_parallel_group(first)
         with pytest.raises(ValueError, match=r"ranks .* share it already, not "):
             layer.set_tensor_parallel_group(second)
-
-
-def test_groups_that_do_not_fit() -> None:
-    run_ranks(2, misfits)
-    run_ranks(4, other_ranks)

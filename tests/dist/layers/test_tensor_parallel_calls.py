@@ -30,7 +30,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 from tests.support.split_layers import (
     BATCH,
     COLUMN,
@@ -140,12 +140,6 @@ def test_cached_weights_and_gradients_in_products() -> None:
 
 
 # ---- dropout -----------------------------------------------------------------------------------------------
-
-
-def of_all_ranks(tensor: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor.contiguous())
-    return found
 
 
 @on_ranks(2)

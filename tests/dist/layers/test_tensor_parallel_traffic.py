@@ -53,10 +53,7 @@ def sent_bytes(make: Callable[..., nn.Module], width: int, recipe: Any) -> list[
 @on_ranks(2)
 def test_an_fp8_gather_sends_one_byte_an_element() -> None:
     for recipe, size in ((None, 2), (SHORT, 1), (CurrentScaling(), 1)):
-        inside = [
-            ("all_gather", size * TOKENS * WIDTH),
-            ("reduce_scatter", 2 * TOKENS * WIDTH),
-        ]
+        inside = [("all_gather", size * TOKENS * WIDTH), ("reduce_scatter", 2 * TOKENS * WIDTH)]
         again = [("all_gather", size * TOKENS * WIDTH)]
         column = [inside[0], again[0], inside[1]]
         assert sent_bytes(COLUMN, WIDTH, recipe) == column

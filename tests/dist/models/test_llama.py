@@ -28,7 +28,7 @@ from tests.support.llamas import (
     samples,
 )
 from tests.support.models import same
-from tests.support.plain_layers import error
+from tests.support.plain_layers import assert_near, error
 from tests.support.ranks import on_ranks
 
 BF16 = Precision(compute=torch.bfloat16)
@@ -49,8 +49,7 @@ def assert_close(trace: Trace, losses: list[Tensor], grads: dict[str, Tensor]) -
     """To one process's."""
     if trace.losses:
         torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
-    for name, grad in trace.first_grads.items():
-        assert error(grad, grads[name]) < 1e-5, name
+    assert_near(trace.first_grads, grads)
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])

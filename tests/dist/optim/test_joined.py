@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
 from tests.support import fp8_layers, stored_weights
-from tests.support.models import Block, Net, build, data, same
+from tests.support.models import Block, Net, build, data, plain_net, same, update
 from tests.support.ranks import on_ranks
 
 BF16 = torch.bfloat16
@@ -54,9 +54,15 @@ def backward(model: Any, rank: int, seed: int, count: int = 2) -> None:
         model(tokens).backward()
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
+def together(
+    rank: int, models: Sequence[Any], optimizers: Sequence[Any], steps: int = 3, count: int = 2
+) -> Iterator[int]:
+    """Takes each step with all models, each with its optimizer."""
+    for seed in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, rank, seed, count)
+            update(optimizer)
+        yield seed
 
 
 def masters(model: Any) -> list[Tensor]:
@@ -86,8 +92,7 @@ def test_local_shards_have_the_bits_of_flat_ones(rank: int, which: int, grouped:
     """Parameters, in as few runs as can be, and what the next forward needs is there; norms of one group."""
     kind, options = OPTIONS[which]
     precision = Precision(compute=BF16)
-    torch.manual_seed(0)
-    whole, flats = listing_flats(Net(), Block, precision=precision)
+    whole, flats = listing_flats(plain_net(), Block, precision=precision)
     model = build(precision=precision)
     groups: Any = list(model.parameters())
     if grouped:
@@ -124,14 +129,10 @@ def test_local_shards_have_the_bits_of_flat_ones(rank: int, which: int, grouped:
 )
 @on_ranks(1, 3)
 def test_wherever_they_are_kept(rank: int, kind: Any, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    whole, flats = listing_flats(Net(), Block, **options)
+    whole, flats = listing_flats(plain_net(), Block, **options)
     model = build(**options)
     optimizers = [kind(each, lr=1e-2, max_grad_norm=0.3) for each in (flats, model.parameters())]
-    for seed in range(3):
-        for each, optimizer in zip((whole, model), optimizers, strict=True):
-            backward(each, rank, seed)
-            step(optimizer)
+    for _ in together(rank, (whole, model), optimizers):
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
         assert same(masters(whole), masters(model))
 
@@ -147,17 +148,12 @@ class HeadFirst(Net):
 
 @on_ranks(2)
 def test_norms_are_added_up_in_the_order_of_units(rank: int) -> None:
-    torch.manual_seed(0)
-    whole, flats = listing_flats(HeadFirst(), Block)
-    torch.manual_seed(0)
-    model = shard(HeadFirst(), by_class(Block))
+    whole, flats = listing_flats(plain_net(HeadFirst), Block)
+    model = shard(plain_net(HeadFirst), by_class(Block))
     of_units = [parameter for _, group in named_groups(model) for parameter in group.master.parameters]
     assert any(a is not b for a, b in zip(of_units, model.parameters(), strict=True))
     optimizers = [AdamW(each, lr=0.0, max_grad_norm=1.0) for each in (flats, model.parameters())]
-    for seed in range(10):
-        for each, optimizer in zip((whole, model), optimizers, strict=True):
-            backward(each, rank, seed, 1)
-            step(optimizer)
+    for _ in together(rank, (whole, model), optimizers, 10, count=1):
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
 
 
@@ -176,7 +172,7 @@ def test_norms_over_several_models_are_added_up_model_by_model(rank: int) -> Non
         for (models, _), optimizer in zip(of_forms, optimizers, strict=True):
             for index, model in enumerate(models):
                 (model(tokens) * (1 + 2 * index)).backward()
-            step(optimizer)
+            update(optimizer)
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
 
 
@@ -184,14 +180,10 @@ def test_norms_over_several_models_are_added_up_model_by_model(rank: int) -> Non
 @on_ranks(4)
 def test_with_replicas(rank: int, kind: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    torch.manual_seed(0)
-    whole, flats = listing_flats(Net(), Block, mesh=mesh)
+    whole, flats = listing_flats(plain_net(), Block, mesh=mesh)
     model = build(mesh=mesh)
     optimizers = [kind(each, max_grad_norm=0.3) for each in (flats, model.parameters())]
-    for seed in range(3):
-        for each, optimizer in zip((whole, model), optimizers, strict=True):
-            backward(each, rank, seed)
-            step(optimizer)
+    for _ in together(rank, (whole, model), optimizers):
         assert same(masters(whole), masters(model))
 
 
@@ -211,7 +203,7 @@ def test_weights_that_are_stored_in_fp8(rank: int) -> None:
                     loss = each(x).float().square().mean()
                 loss.backward()
                 losses.append(loss.detach())
-            step(optimizer)
+            update(optimizer)
         assert each.fsdp_state.shared.ledger.bytes["measure"] == 0
         results.append([*losses, *masters(each)])
     assert same(*results)
@@ -226,7 +218,7 @@ def test_each_local_shard_has_its_part_of_the_state(rank: int) -> None:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     for seed in range(2):
         backward(model, rank, seed)
-        step(optimizer)
+        update(optimizer)
     assert any(parameter.numel() == 0 for parameter in model.parameters())
     for parameter in model.parameters():
         state = optimizer.state.get(parameter, {})
@@ -246,7 +238,7 @@ def test_a_loaded_state_is_joined_again(rank: int, kind: Any) -> None:
     optimizer = kind(model.parameters(), **options)
     for seed in range(2):
         backward(model, rank, seed)
-        step(optimizer)
+        update(optimizer)
     again = kind(other.parameters(), **options)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for (_, ours), (_, theirs) in zip(named_groups(model), named_groups(other), strict=True):
@@ -261,7 +253,7 @@ def test_a_loaded_state_is_joined_again(rank: int, kind: Any) -> None:
     for seed in range(2, 4):
         for trained, its in ((model, optimizer), (other, again)):
             backward(trained, rank, seed)
-            step(its)
+            update(its)
     assert same(masters(model), masters(other))
     assert counts == [len(named_groups(model))] * 2
 
@@ -273,11 +265,11 @@ def test_torch_optimizers_load_the_state_and_count_right(rank: int) -> None:
     parameters = list(model.parameters())
     optimizer = AdamW(parameters, lr=1e-2)
     backward(model, rank, 0)
-    step(optimizer)
+    update(optimizer)
     plain = torch.optim.AdamW(parameters, lr=1e-2)
     plain.load_state_dict(optimizer.state_dict())
     backward(model, rank, 1)
-    step(plain)
+    update(plain)
     for each, count in ((plain, 2.0), (optimizer, 1.0)):
         assert {float(each.state[parameter]["step"]) for parameter in parameters if parameter.numel()} == {
             count
@@ -289,9 +281,7 @@ def test_torch_optimizers_load_the_state_and_count_right(rank: int) -> None:
 
 def like_plain(rank: int, world_size: int, change: Callable[[dict[str, Any]], None], **options: Any) -> None:
     """Three steps against plain PyTorch, with `change` done to the gradients before the second one."""
-    torch.manual_seed(0)
-    plain = Net()
-    model = build()
+    plain, model = plain_net(), build()
     ours = AdamW(model.parameters(), lr=1e-2, nonfinite="step", **options)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, **options)
     for seed in range(3):
@@ -302,11 +292,10 @@ def like_plain(rank: int, world_size: int, change: Callable[[dict[str, Any]], No
         if seed == 1:
             change(dict(model.named_parameters()))
             change(dict(plain.named_parameters()))
-        step(ours)
-        step(reference)
+        update(ours)
+        update(reference)
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 def drop(parameters: dict[str, Any]) -> None:
@@ -336,14 +325,14 @@ def test_different_counts_stay_apart_when_loaded(rank: int) -> None:
         backward(model, rank, seed)
         if seed == 1:
             drop(parameters)
-        step(optimizer)
+        update(optimizer)
     steps = {name: float(optimizer.state[p]["step"]) for name, p in parameters.items() if p.numel()}
     assert set(steps.values()) <= {2.0, 3.0}
     assert all((count == 2.0) == ("up." in name or name == "head.bias") for name, count in steps.items())
     again = AdamW(parameters.values(), lr=1e-2)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     backward(model, rank, 3)
-    step(again)
+    update(again)
     loaded = {name: float(again.state[p]["step"]) for name, p in parameters.items() if p.numel()}
     assert loaded == {name: count + 1 for name, count in steps.items()}
 
@@ -353,10 +342,7 @@ def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
     """Programs do so that move states to the host and back, or begin anew."""
     moved, kept = build(), build()
     optimizers = [AdamW(model.parameters(), lr=1e-2) for model in (moved, kept)]
-    for seed in range(3):
-        for model, optimizer in zip((moved, kept), optimizers, strict=True):
-            backward(model, rank, seed)
-            step(optimizer)
+    for _ in together(rank, (moved, kept), optimizers):
         for state in optimizers[0].state.values():
             state.update({key: value.clone() for key, value in state.items()})
     assert same(masters(moved), masters(kept))
@@ -364,7 +350,7 @@ def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
     optimizers[1].state = optimizers[1].state.__class__(dict)
     for model, optimizer in zip((moved, kept), optimizers, strict=True):
         backward(model, rank, 4)
-        step(optimizer)
+        update(optimizer)
         assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
     assert same(masters(moved), masters(kept))
 
@@ -378,7 +364,7 @@ def test_two_optimizers_with_half_of_the_parameters_each(rank: int) -> None:
     for seed in range(3):
         backward(whole, rank, seed)
         backward(halves, rank, seed)
-        step(one)
+        update(one)
         for optimizer in two:
             optimizer.step()
         for optimizer in two:
@@ -394,10 +380,7 @@ def test_groups_can_be_added_and_changed(rank: int) -> None:
     optimizers = [AdamW(groups[0][:1], lr=1e-2), AdamW(groups[1], lr=1e-2)]
     optimizers[0].add_param_group(groups[0][1])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
-    for seed in range(3):
-        for model, optimizer in zip((added, at_once), optimizers, strict=True):
-            backward(model, rank, seed)
-            step(optimizer)
+    for _ in together(rank, (added, at_once), optimizers):
         assert same(masters(added), masters(at_once))
         scheduler.step()
         for group in optimizers[1].param_groups:
@@ -419,7 +402,7 @@ def test_a_step_before_the_last_backward_raises_and_changes_nothing(rank: int, k
     assert not any(optimizer.state.values())
     optimizer.zero_grad()
     backward(model, rank, 1)
-    step(optimizer)
+    update(optimizer)
 
 
 @on_ranks(2)
@@ -436,15 +419,3 @@ def test_param_groups_go_by_name_and_whole_shape(rank: int) -> None:
         {name for name, dim in shapes.items() if dim == 2 and name != "head.weight"},
     ]
     assert [group.get("lr") for group in groups] == [None, 3e-2, None]
-
-
-@on_ranks(2)
-def test_ordinary_parameters_beside_local_shards(rank: int) -> None:
-    model = build()
-    extra = nn.Parameter(torch.ones(5))
-    optimizer = AdamW([*model.parameters(), extra], max_grad_norm=1e9)
-    backward(model, rank, 0)
-    norm = model.clip_grad_norm_(1e9)
-    extra.grad = torch.full((5,), 2.0)
-    optimizer.step()
-    torch.testing.assert_close(optimizer.grad_norm, (norm.square() + 20.0).sqrt())

@@ -27,7 +27,7 @@ from tests.support.fp8_layers import SHORT, Block, Stack, seeded
 from tests.support.fp8_training import batch
 from tests.support.llamas import BATCH, CONFIG, MICROBATCHES, SmallPipeline, mesh_of, microbatches_of
 from tests.support.meshes import replicating
-from tests.support.models import same
+from tests.support.models import same, update
 from tests.support.ranks import on_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
@@ -213,8 +213,7 @@ def test_a_late_refusal_comes_on_all_ranks(rank: int, kind: str) -> None:
             if step == bad.step + 1:
                 with pytest.raises(NonFiniteGradientError, match="norm was nan"):
                     ours.optimizer.step()
-            ours.optimizer.step()
-            ours.optimizer.zero_grad()
+            update(ours.optimizer)
     assert waits == list(range(1, STEPS)), "each step waits for the one before, and for nothing else"
     assert same(losses, theirs.steps([step for step in range(STEPS) if step != bad.step]))
     assert equal(ours.state(), theirs.state())
@@ -282,8 +281,7 @@ def test_experts(rank: int) -> None:
         if rank == bad_rank:
             next(iter(expert.parameters())).grad[0] = torch.nan
         before = values()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert same(before, values()) == (bad_rank is not None)
         assert optimizer.grad_norm is None
     assert optimizer.skipped_steps == 2
@@ -404,6 +402,5 @@ def test_experts_beside_two_grids_of_all_ranks(rank: int) -> None:
     optimizer = AdamW(model.parameters(), nonfinite="skip")
     for number, skipped in ((1.0, 0), (torch.nan if rank == 3 else 1.0, 1)):
         (model(torch.ones(2, 8)).sum() * number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         assert optimizer.skipped_steps == skipped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
 from tests.support.meshes import replicating
-from tests.support.models import Block, Net, build, data, same
+from tests.support.models import Block, Net, build, data, plain_net, same, update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, batches
 from tests.support.stored_weights import build as build_fp8
@@ -36,8 +36,7 @@ def backward(model: Any, rank: int, seed: int) -> None:
 def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
     for seed in steps:
         backward(model, rank, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def values(model: Any) -> list[Tensor]:
@@ -57,43 +56,30 @@ def equal(a: Any, b: Any) -> bool:
 # ---- clipping -------------------------------------------------------------------------------------------
 
 
-def clipping(rank: int, world_size: int, kind: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Clipping in the step and before it, from the same gradients, gives the same norm and values."""
+@pytest.mark.parametrize(("world_size", "kind"), [(3, AdamW), (3, SGD), (4, AdamW)])
+@on_ranks()
+def test_clipping_in_the_step_is_clipping_before_it(rank: int, world_size: int, kind: Any) -> None:
+    """From the same gradients, the same norm and values; four ranks are replicas of two."""
+    options = {"mesh": init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
     ours, apart = (build(**options) for _ in range(2))
     optimizer, plain = kind(ours.parameters(), lr=1e-2, max_grad_norm=0.3), kind(apart.parameters(), lr=1e-2)
     for seed in range(3):
         for model in (ours, apart):
             backward(model, rank, seed)
         norm = apart.clip_grad_norm_(0.3)
-        optimizer.step()
-        plain.step()
+        update(optimizer, plain)
         assert torch.equal(optimizer.grad_norm, norm) and norm > 0.3
         assert same(list(ours.parameters()), list(apart.parameters()))
-        optimizer.zero_grad()
-        plain.zero_grad()
-
-
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-def test_clipping_in_the_step_is_clipping_before_it(kind: Any) -> None:
-    run_ranks(3, clipping, kind, {})
-
-
-@on_ranks(4)
-def test_clipping_with_replicas(rank: int, world_size: int) -> None:
-    clipping(rank, world_size, AdamW, {"mesh": init_device_mesh("cpu", (2, 2))})
 
 
 @on_ranks(3)
 def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) -> None:
     """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
-    torch.manual_seed(0)
-    net = Net(2)
+    net, plain = (plain_net(partial(Net, 2)) for _ in range(2))
     net.blocks[0] = shard(net.blocks[0], mesh=replicating())
     model = shard(net, by_class(Block))
     groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
     optimizer = AdamW(groups, lr=1e-2, weight_decay=0.5, max_grad_norm=0.3)
-    torch.manual_seed(0)
-    plain = Net(2)
     decayed = [p for name, p in plain.named_parameters() if p.dim() >= 2 and name != "head.weight"]
     rest = [p for p in plain.parameters() if p.dim() < 2]
     reference = torch.optim.AdamW(
@@ -107,18 +93,15 @@ def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) 
     )
     for seed in range(3):
         backward(model, rank, seed)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         for other in range(world_size):
             ((tokens,),) = data(other + 10 * seed, 1, 1)
             (plain(tokens) / world_size).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
-        reference.step()
-        reference.zero_grad()
+        update(reference)
         torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
     state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(4)
@@ -182,8 +165,7 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
             if index > 0:
                 check_ledger(model, is_told)
             model.fsdp_state.shared.ledger.reset()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         results.append([*losses, *values(model)])
     assert same(*results)
 
@@ -199,10 +181,7 @@ def test_gradients_of_another_dtype(rank: int) -> None:
             backward(model, rank, seed)
         for parameter in theirs.parameters():
             parameter.grad, parameter.main_grad = parameter.main_grad.float(), None
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        update(optimizer, reference)
         assert all(parameter.main_grad is None for parameter in ours.parameters())
     assert same(list(ours.parameters()), list(theirs.parameters()))
 
@@ -223,12 +202,11 @@ def test_training_goes_on_as_if_never_stopped(
     rank: int, tmp_path: Path, moment_dtype: torch.dtype | None, form: str
 ) -> None:
     """Three steps, saved, three more; and the same three after loading into a new model."""
-    folder = str(tmp_path)
     model = build()
     optimizer = optimizer_of(model, moment_dtype)
     train(model, optimizer, rank, range(3))
     if form == "sharded":
-        checkpoint.save(folder, model, optimizer)
+        checkpoint.save(tmp_path, model, optimizer)
     saved = copy.deepcopy(
         (
             checkpoint.full_state_dict(model),
@@ -240,7 +218,7 @@ def test_training_goes_on_as_if_never_stopped(
     again = build(seed=1)
     other = optimizer_of(again, moment_dtype)
     if form == "sharded":
-        checkpoint.load(folder, again, other)
+        checkpoint.load(tmp_path, again, other)
     else:
         checkpoint.load_full_state_dict(again, saved[0])
         if form == "full":
@@ -285,8 +263,7 @@ def test_state_is_exchanged_with_pytorchs_adamw() -> None:
     optimizer = optimizer_of(model)
     train(model, optimizer, 0, range(2))
     state = checkpoint.full_optimizer_state_dict(model, optimizer)
-    torch.manual_seed(0)
-    plain = Net()
+    plain = plain_net()
     named = dict(plain.named_parameters())
     assert set(state["state"]) == set(named)
     for name, parameter in named.items():

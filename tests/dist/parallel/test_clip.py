@@ -15,7 +15,7 @@ from flatfsdp import Precision, param_groups, shard
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 from flatfsdp.parallel import clip_grad_norm_
-from tests.support.models import data, whole_grads
+from tests.support.models import data, plain_net, whole_grads
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, parts, tokens_of
 from tests.support.ranks import on_ranks
 from tests.support.tp_models import ParallelNet, build_tp, data_rank, tp_mesh
@@ -37,8 +37,7 @@ def test_a_norm_counts_each_gradient_once(world_size: int, sizes: tuple[int, ...
     model = build_tp(mesh)
     batches = [next(data(r, 1, 1))[0] for r in range(world_size // mesh["tp"].size())]
     model(batches[data_rank(mesh)]).backward()
-    torch.manual_seed(0)
-    plain = ParallelNet()
+    plain = plain_net(ParallelNet)
     for tokens in batches:
         (plain(tokens) / len(batches)).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)

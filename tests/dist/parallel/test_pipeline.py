@@ -13,16 +13,13 @@ from flatfsdp import Precision
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.parallel import FlatStage
-from tests.support.models import same
+from tests.support.against_plain import assert_equal
+from tests.support.models import FLAGS, RESHARD, same, update
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of
-from tests.support.plain_layers import error
+from tests.support.plain_layers import assert_near
 from tests.support.ranks import on_ranks
 
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda s: s.__name__
-)
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+SCHEDULES = pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 BF16 = Precision(compute=torch.bfloat16)
 
 
@@ -42,8 +39,7 @@ def train(pipeline: Pipeline) -> Trace:
         losses += pipeline.step(tokens)
         grads += pipeline.grads()
         first = first or pipeline.named_grads()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trace(losses, grads, first, [p.detach().clone() for p in flats])
 
 
@@ -60,8 +56,7 @@ def train_in_one_process(replica: int, dp: int) -> tuple[list[Tensor], dict[str,
                 if owner == replica:
                     losses.append(loss.detach())
         first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return losses, first
 
 
@@ -93,8 +88,7 @@ def test_flag_off_on_and_one_process_agree(
     if on.losses:
         torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert on.named_grads.keys() < grads.keys()
-    for name, grad in on.named_grads.items():
-        assert error(grad, grads[name]) < 1e-5, name
+    assert_near(on.named_grads, grads)
 
 
 @on_ranks(4)
@@ -110,10 +104,8 @@ def test_policies_given_shapes_and_wrapping_change_nothing(rank: int, world_size
         )
     ]
     assert same(traces[0].grads, traces[1].grads)
-    for name, grad in traces[2].named_grads.items():
-        assert torch.equal(grad, traces[0].named_grads[name]), name
-    for name, grad in traces[3].named_grads.items():
-        torch.testing.assert_close(grad, traces[0].named_grads[name], rtol=1e-5, atol=1e-8)
+    assert_equal(traces[2].named_grads, traces[0].named_grads)
+    torch.testing.assert_close(traces[3].named_grads, traces[0].named_grads, rtol=1e-5, atol=1e-8)
 
 
 class Probe(FlatStage):

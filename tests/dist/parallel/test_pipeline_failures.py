@@ -28,12 +28,9 @@ from flatfsdp.models import LlamaPipeline
 from flatfsdp.parallel import FlatStage
 from tests.support.llamas import CONFIG
 from tests.support.llamas import mesh_of as llama_mesh_of
-from tests.support.models import Block, same
+from tests.support.models import FLAGS, RESHARD, Block, same
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
 from tests.support.ranks import on_ranks
-
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 
 
 @on_ranks(2)

@@ -22,14 +22,12 @@ from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, fp8_state
 from tests.support.fp8_training import counted_reductions
 from tests.support.llamas import mesh_of
-from tests.support.models import same
+from tests.support.models import same, update
 from tests.support.ranks import on_ranks
 
 MICROBATCHES, STEPS = 4, 2
 DELAYED, CURRENT = DelayedScaling(amax_history_len=4), CurrentScaling()
-SCHEDULES = pytest.mark.parametrize(
-    "schedule", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda each: each.__name__
-)
+SCHEDULES = pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B])
 
 
 class Part(nn.Module):
@@ -119,8 +117,7 @@ class Pipeline:
         for number in range(steps):
             trace.losses.extend(self.step(number))
             trace.grads.extend(p.grad.clone() for p in flats if p.grad is not None)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         trace.parameters.extend(p.detach().clone() for p in flats)
         trace.scales.extend(value for model in self.models for value in fp8_state(model).values())
         return trace
@@ -214,8 +211,7 @@ def test_weights_are_cast_once_a_step(world_size: int, schedule: ScheduleName) -
             for _ in range(STEPS):
                 found += model.forward_backward(batches)
                 found += [parameter.grad.clone() for parameter in model.parameters()]
-                optimizer.step()
-                optimizer.zero_grad()
+                update(optimizer)
         runs.append(found)
         uses_of_kept.append(find.call_count)
     assert same(*runs)

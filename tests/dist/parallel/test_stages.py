@@ -20,7 +20,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from tests.support.checkpoints import equal
 from tests.support.llamas import CONFIG, SmallPipeline, mesh_of, microbatches_of, samples
-from tests.support.models import WIDTH, same, whole_grads
+from tests.support.models import WIDTH, same, update, whole_grads
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import ParallelMLP
 
@@ -127,8 +127,7 @@ def test_weights_of_split_layers_stored_in_fp8() -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         for tokens, targets in samples(mesh.dp_rank):
             model(tokens, targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(optimizer)
         states.append(dict(model.state_dict()))
         for group in (group for unit in root_of(model).units for group in unit.groups):
             assert group.operands.columnwise is None or group.layout.placement is Placement.SPLIT

@@ -31,7 +31,7 @@ from flatfsdp.plan.parts import layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
 from flatfsdp.plan.traffic import sent_by_rank
 from tests.support.programs import run_program
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 # Odd enough to need padding.
 CONFIG = LlamaConfig(4, 48, 80, heads=4, kv_heads=2, vocab=36, seq=16)
@@ -158,7 +158,19 @@ def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
     return sum(found.values()) - tokens.nbytes
 
 
-def saved_as_planned(rank: int, world_size: int) -> None:
+RECIPES: list[tuple[Precision, Recipe | None]] = [
+    (FP32, None),
+    (BF16, None),
+    (BF16, DELAYED),
+    (FP8, DELAYED),
+    (FP8, CurrentScaling()),
+    (IN_LAYERS, CurrentScaling()),
+    (BF16, BlockScaling()),
+]
+
+
+@on_ranks(2)
+def test_activations_are_what_autograd_saves(world_size: int) -> None:
     for ranks in (
         Parallelism.over(world_size),
         Parallelism.over(world_size, tp=2),
@@ -175,21 +187,6 @@ def saved_as_planned(rank: int, world_size: int) -> None:
             case = f"{ranks}, {precision}, {recipe}"
             assert (three - one) / 2 == pytest.approx(layer, rel=exactness, abs=0), case
             assert one == pytest.approx(layer + rest, rel=exactness, abs=0), case
-
-
-RECIPES: list[tuple[Precision, Recipe | None]] = [
-    (FP32, None),
-    (BF16, None),
-    (BF16, DELAYED),
-    (FP8, DELAYED),
-    (FP8, CurrentScaling()),
-    (IN_LAYERS, CurrentScaling()),
-    (BF16, BlockScaling()),
-]
-
-
-def test_activations_are_what_autograd_saves() -> None:
-    run_ranks(2, saved_as_planned)
 
 
 # -- what is sent, and what is in flight -----------------------------------------------------------------
@@ -253,7 +250,7 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
     )
 
 
-def sent_as_planned(rank: int, world_size: int, ways: list[tuple[Parallelism, dict[str, Any]]]) -> None:
+def check_sent(*ways: tuple[Parallelism, dict[str, Any]]) -> None:
     for ranks, more in ways:
         mesh = mesh_of(ranks)
         for precision, recipe, config in ((BF16, None, CONFIG), (FP8, DELAYED, FP8_CONFIG)):
@@ -287,17 +284,16 @@ def sent_as_planned(rank: int, world_size: int, ways: list[tuple[Parallelism, di
 )
 def test_what_is_sent(ranks: Parallelism, more: dict[str, Any]) -> None:
     with world(ranks.world, 0):
-        sent_as_planned(0, ranks.world, [(ranks, more)])
+        check_sent((ranks, more))
 
 
+@on_ranks(4)
 def test_what_a_pipeline_sends_and_has_in_flight() -> None:
-    both, all_four = Parallelism(pp=2, dp_shard=2), Parallelism(pp=4)
-    pipelines = [
-        (all_four, {"schedule": "gpipe"}),
-        (both, {"reshard_after_forward": False}),
+    check_sent(
+        (Parallelism(pp=4), {"schedule": "gpipe"}),
+        (Parallelism(pp=2, dp_shard=2), {"reshard_after_forward": False}),
         (Parallelism(pp=2, tp=2, sequence_parallel=True), {"schedule": "interleaved"}),
-    ]
-    run_ranks(4, sent_as_planned, pipelines)
+    )
 
 
 # -- the benchmark ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from tests.support.models import Net, data
+from tests.support.models import Net, data, update
 
 FullyShard = Callable[..., Any]
 Program = Callable[[FullyShard, int, Path], list[float]]
@@ -109,8 +109,7 @@ def groups_by_name(fully_shard: FullyShard, rank: int, _: Path) -> list[float]:
     found = []
     for batches in steps_of(rank, 4):
         found += accumulate(model, batches)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return found
 
 
@@ -124,8 +123,7 @@ def moving_average(fully_shard: FullyShard, rank: int, _: Path) -> list[float]:
     found = []
     for batches in steps_of(rank, 4):
         found += accumulate(model, batches)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         with torch.no_grad():
             for average, parameter in zip(averages, model.parameters(), strict=True):
                 average.lerp_(parameter, 0.25)
@@ -147,8 +145,7 @@ def clipping(fully_shard: FullyShard, rank: int, _: Path) -> list[float]:
         of_block = nn.utils.clip_grad_norm_(model.blocks[1].parameters(), max_norm=0.1)
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
         found += [whole(of_block).item(), whole(norm).item()]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return found
 
 
@@ -210,8 +207,7 @@ def evaluation(fully_shard: FullyShard, rank: int, _: Path) -> list[float]:
     for first, last in steps_of(rank, 3):
         found += [backward_of(model, first, is_last=False), evaluated()]
         found.append(backward_of(model, last, is_last=True))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         found.append(evaluated())
     state = get_model_state_dict(model, options=WHOLE)
     return found + [float(value.double().sum()) for value in state.values()]

@@ -26,10 +26,7 @@ FUSED = {
 }
 """Classes of parts as transformers computes them."""
 
-MODELS = {
-    **FAMILIES,
-    **{f"{name}, fused": family._replace(is_fused=True) for name, family in FUSED.items()},
-}
+MODELS = {**FAMILIES, **{f"{name}, fused": family._replace(is_fused=True) for name, family in FUSED.items()}}
 """All families; those that `fuse` knows, once more, fused."""
 
 

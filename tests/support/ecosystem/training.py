@@ -11,6 +11,7 @@ from torch import Tensor
 from flatfsdp import microbatches
 from tests.support.ecosystem.families import Batch, batches_of
 from tests.support.ecosystem.fused import MODELS
+from tests.support.models import update
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -40,8 +41,7 @@ def train_sharded(model: Any, rank: int, steps: int = STEPS) -> Trained:
             loss = model(**batch).loss
             loss.backward()
             losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trained(losses, model.state_dict())
 
 
@@ -58,8 +58,7 @@ def train_plain(model: Any, rank: int, world_size: int, steps: int = STEPS) -> T
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 parameter.grad = sum(grads[index] for grads in of_ranks) / world_size
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
     return Trained(losses, model.state_dict())
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FP8_GEMMS = [
     pytest.mark.gpu,
     pytest.mark.skipif(

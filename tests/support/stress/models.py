@@ -332,23 +332,26 @@ class BranchesModule(nn.Module):
         return torch.stack(results).mean(0) if results else hidden_of(value)
 
 
-class ResidualModule(nn.Module):
-    def __init__(self, child: nn.Module) -> None:
+class Parent(nn.Module):
+    """Of one child."""
+
+    def __init__(self, child: nn.Module, node: Any = None) -> None:
         super().__init__()
         self.child = child
+        self._node = node
 
+
+class ResidualModule(Parent):
     def forward(self, value: Any, *, call: Call) -> Tensor:
         hidden = hidden_of(value)
         return 0.5 * hidden + hidden_of(apply(self.child, hidden, call))
 
 
-class RepeatModule(nn.Module):
+class RepeatModule(Parent):
     def __init__(self, child: nn.Module, node: Repeat) -> None:
-        super().__init__()
-        self.child = child
+        super().__init__(child, node)
         if node.two_names:
             self.again = child
-        self._node = node
 
     def forward(self, value: Any, *, call: Call) -> Any:
         second = self.again if self._node.two_names else self.child
@@ -356,22 +359,12 @@ class RepeatModule(nn.Module):
         return apply_recomputed(second, value, call, self._node.second)
 
 
-class CheckpointModule(nn.Module):
-    def __init__(self, child: nn.Module, how: Recompute) -> None:
-        super().__init__()
-        self.child = child
-        self._how = how
-
+class CheckpointModule(Parent):
     def forward(self, value: Any, *, call: Call) -> Tensor:
-        return apply_recomputed(self.child, value, call, self._how)
+        return apply_recomputed(self.child, value, call, self._node.how)
 
 
-class SkipModule(nn.Module):
-    def __init__(self, child: nn.Module, node: Skip) -> None:
-        super().__init__()
-        self.child = child
-        self._node = node
-
+class SkipModule(Parent):
     def forward(self, value: Any, *, call: Call) -> Any:
         if call.microbatch not in self._node.microbatches:
             return apply(self.child, value, call)
@@ -381,14 +374,18 @@ class SkipModule(nn.Module):
         return hidden_of(value) * 1 if self._node.rank == call.rank else apply(self.child, value, call)
 
 
-class ReturnModule(nn.Module):
-    def __init__(self, child: nn.Module, form: Form) -> None:
-        super().__init__()
-        self.child = child
-        self._form = form
-
+class ReturnModule(Parent):
     def forward(self, value: Any, *, call: Call) -> Any:
-        return pack(hidden_of(apply(self.child, value, call)), self._form)
+        return pack(hidden_of(apply(self.child, value, call)), self._node.form)
+
+
+PARENTS: dict[type, type[Parent]] = {
+    Residual: ResidualModule,
+    Repeat: RepeatModule,
+    Checkpoint: CheckpointModule,
+    Skip: SkipModule,
+    Return: ReturnModule,
+}
 
 
 def build_node(node: Node, width: int) -> nn.Module:
@@ -404,16 +401,8 @@ def build_node(node: Node, width: int) -> nn.Module:
             return ChainModule([child(c) for c in children], container)
         case Branches(children):
             return BranchesModule([child(c) for c in children])
-        case Residual(inner):
-            return ResidualModule(child(inner))
-        case Repeat(inner):
-            return RepeatModule(child(inner), node)
-        case Checkpoint(inner, how):
-            return CheckpointModule(child(inner), how)
-        case Skip(inner):
-            return SkipModule(child(inner), node)
-        case Return(inner, form):
-            return ReturnModule(child(inner), form)
+        case Residual() | Repeat() | Checkpoint() | Skip() | Return():
+            return PARENTS[type(node)](child(node.child), node)
         case Frozen(inner):
             return child(inner).requires_grad_(False)
         case Unit(inner):

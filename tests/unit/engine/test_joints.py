@@ -19,8 +19,8 @@ from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
 from flatfsdp.engine.build.build_unit import bindings_of
 from flatfsdp.flat.layout import Role
 from tests.support.joint_layers import QKV, ROWS, WIDTH, Layer, Net, OneWeight, batch, loss_of
+from tests.support.models import FLAGS
 
-FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 FUSED = pytest.mark.parametrize("fuse", [False, True, "two_pass"])
 
 
@@ -34,14 +34,17 @@ def plain_grads(x: Tensor, *args: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
+def assert_plain_grad(x: Tensor) -> None:
+    """The gradient of this batch is the plain model's."""
+    y = batch(0).requires_grad_()
+    loss_of(Net(fuse=False), y).backward()
+    assert torch.equal(x.grad, y.grad)
+
+
 def landed(model: FlatFSDP) -> list[bool]:
     """Whether something has landed in each slot of the layers."""
-    return [
-        written
-        for layer in model.module.layers
-        for group in layer.fsdp_state.groups
-        for written in group.state.written
-    ]
+    groups = (group for layer in model.module.layers for group in layer.fsdp_state.groups)
+    return [written for group in groups for written in group.state.written]
 
 
 # ---- a backward that asks for some gradients --------------------------------------------------------------
@@ -52,10 +55,8 @@ def landed(model: FlatFSDP) -> list[bool]:
 def test_gradients_of_inputs_alone_write_nothing(flag: bool, fuse: Any) -> None:
     model, x = wrapped(flag, fuse), batch(0).requires_grad_()
     with model.no_sync():
-        (grad,) = torch.autograd.grad(loss_of(model, x), x)
-    net, y = Net(fuse=False), batch(0).requires_grad_()
-    (expected,) = torch.autograd.grad(loss_of(net, y), y)
-    assert torch.equal(grad, expected)
+        (x.grad,) = torch.autograd.grad(loss_of(model, x), x)
+    assert_plain_grad(x)
     assert not any(landed(model))
 
 
@@ -84,9 +85,7 @@ def test_parts_frozen_between_forward_and_backward_get_nothing(fuse: Any) -> Non
     for layer in model.module.layers:
         layer.requires_grad_(False)
     loss.backward()
-    net, y = Net(fuse=False), batch(0).requires_grad_()
-    loss_of(net, y).backward()
-    assert torch.equal(x.grad, y.grad)
+    assert_plain_grad(x)
     grads = [layer.fsdp_state.groups[0].master.flat.grad for layer in model.module.layers]
     assert not any(grad.any() for grad in grads if grad is not None)
     assert not any(landed(model))
@@ -153,9 +152,7 @@ def test_a_frozen_group_has_packs_without_gradients(flag: bool) -> None:
     layer = model.module.layers[0].module.qkv
     assert not any(pack.requires_grad for pack in layer.found)
     assert layer.found[0].data_ptr() == layer.parts["q"].weight.data_ptr()
-    net, y = Net(fuse=False), batch(0).requires_grad_()
-    loss_of(net, y).backward()
-    assert torch.equal(x.grad, y.grad)
+    assert_plain_grad(x)
     model.requires_grad_(True)
     with model.no_sync():
         loss_of(model, batch(1)).backward()
@@ -248,16 +245,10 @@ def test_joints_land_as_soon_as_they_are_ready() -> None:
 def test_models_that_declare_no_packs_are_laid_out_as_they_were() -> None:
     model = wrapped(True)
     with_packs = model.module.layers[0].fsdp_state.groups[0].layout
-    plain = (
-        auto_wrap(Net(OneWeight), by_class(Layer), optimize_backward_concat=False)
-        .module.layers[0]
-        .fsdp_state.groups[0]
-        .layout
-    )
+    plain = auto_wrap(Net(OneWeight), by_class(Layer)).module.layers[0].fsdp_state.groups[0].layout
     assert [pack.name for pack in with_packs.packs] == ["qkv.qkv_weight", "qkv.qkv_bias"]
-    assert plain.packs == () and [run.slots for run in plain.runs] == [
-        range(i, i + 1) for i in range(len(plain.slots))
-    ]
+    assert plain.packs == ()
+    assert [run.slots for run in plain.runs] == [range(i, i + 1) for i in range(len(plain.slots))]
     # The same bytes in the same places.
     assert with_packs.numel == plain.numel
     names = [slot.name for slot in with_packs.slots]
@@ -270,13 +261,9 @@ def test_state_dicts_keep_names_and_order() -> None:
 
 
 def test_memory_report_knows_no_copy() -> None:
-    options = {"precision": Precision(compute=torch.bfloat16)}
-    with_packs, plain = (
-        auto_wrap(
-            Net(kind), by_class(Layer), **{"optimize_backward_concat": False, **options}
-        ).memory_report()
-        for kind in (QKV, OneWeight)
-    )
+    precision = Precision(compute=torch.bfloat16)
+    models = (auto_wrap(Net(kind), by_class(Layer), precision=precision) for kind in (QKV, OneWeight))
+    with_packs, plain = (model.memory_report() for model in models)
     assert with_packs == plain
 
 
@@ -356,11 +343,11 @@ def test_a_parameter_is_in_one_pack(caplog: pytest.LogCaptureFixture) -> None:
     layer.swapped._of_kind = {
         kind: Pack("swapped", pack.parts[::-1]) for kind, pack in layer.qkv._of_kind.items()
     }
-    model = FlatFSDP(layer, optimize_backward_concat=False)
-    assert packed_tensor(layer.again, layer.again.packed_parameters()[0]) is packed_tensor(
-        layer.qkv, layer.qkv.packed_parameters()[0]
-    )
-    assert packed_tensor(layer.swapped, layer.swapped.packed_parameters()[0]) is None
+    model = FlatFSDP(layer)
+    found = [
+        packed_tensor(each, each.packed_parameters()[0]) for each in (layer.qkv, layer.again, layer.swapped)
+    ]
+    assert found[0] is found[1] and found[2] is None
     assert "one of its parameters is in another pack" in caplog.text
     assert loss_of(model, batch(0)).isfinite()
 
@@ -398,9 +385,8 @@ def test_a_group_that_was_built_frozen_can_be_trained(flag: bool) -> None:
     expected = plain_grads(batch(0))
     for index, layer in enumerate(model.module.layers):
         for name, part in layer.module.qkv.parts.items():
-            torch.testing.assert_close(
-                part.weight.main_grad, expected[f"layers.{index}.qkv.parts.{name}.weight"]
-            )
+            wanted = expected[f"layers.{index}.qkv.parts.{name}.weight"]
+            torch.testing.assert_close(part.weight.main_grad, wanted)
 
 
 @FLAGS

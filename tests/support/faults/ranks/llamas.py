@@ -18,18 +18,11 @@ from flatfsdp.layers import Linear
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from tests.support.faults.ranks.program import OwnError
+from tests.support.models import update
 
 Where = Literal["pp", "tp"]
 Difference = Literal[
-    "hidden",
-    "layers",
-    "ffn",
-    "seq",
-    "batch",
-    "microbatches",
-    "killed",
-    "raises",
-    "skips a step",
+    "hidden", "layers", "ffn", "seq", "batch", "microbatches", "killed", "raises", "skips a step"
 ]
 
 CONFIG = LlamaConfig(vocab=32, hidden=32, layers=2, heads=2, kv_heads=2, ffn=64, seq=16)
@@ -66,8 +59,7 @@ def run_llama(rank: int, where: Where, difference: Difference, losses: list[floa
             for _ in range(steps["microbatches"])
         ]
         losses += [loss.item() for loss in model.forward_backward(batches)]
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
 
 
 def _raise_own(*_: Any) -> None:
@@ -89,5 +81,4 @@ def run_autocast(rank: int, losses: list[float]) -> None:
             loss = model(torch.ones(16, 32)).square().mean()
         loss.backward()
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
