@@ -311,10 +311,10 @@ def _without_infinity(magnitudes: Mapping[str, float]) -> set[str]:
 def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     for prefix, group in named_groups(model):
         flat = group.master.flat.detach()
-        for portion in group.master.local_shards:
-            parameter, first, _ = portion
+        for local_shard in group.master.local_shards:
+            parameter, first, _ = local_shard
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for piece in pieces_in(group.master, portion):
+            for piece in pieces_in(group.master, local_shard):
                 name, start = prefix + piece.slot.name, piece.shard_offset
                 stop = start + piece.stop - piece.start
                 yield name, flat[start:stop]

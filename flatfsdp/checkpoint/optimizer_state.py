@@ -1,6 +1,6 @@
 """Translates a torch optimizer's state of flat shards to original parameters, and back.
 
-In:   an optimizer over the portions of a model's master shards.
+In:   an optimizer over the local shards of a model's master shards.
 Out:  `described`: for each parameter, its group and its states; `state_shard`: one state of one flat group,
       as long as the master shard; `loadable_state`: the reverse.
 Next: `full.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
@@ -58,11 +58,11 @@ class Described:
 
     Attributes:
         states: state by parameter name.
-        portions: names of the parameters in each portion of each rank.
+        local_shards: names of the parameters in each local shard of each rank.
     """
 
     states: dict[str, SlotState]
-    portions: list[list[str]]
+    local_shards: list[list[str]]
 
 
 def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim.Optimizer) -> Described:
@@ -77,7 +77,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     if isinstance(optimizer, FusedOptimizer):
         optimizer.raise_if_nonfinite()
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    owned = {portion.parameter for _, master in masters for portion in master.local_shards}
+    owned = {local_shard.parameter for _, master in masters for local_shard in master.local_shards}
     problem: Exception | None = None
     state_of: dict[nn.Parameter, SlotState] = {}
     try:
@@ -91,24 +91,27 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     except (ValueError, TypeError) as error:
         problem = error
     states: dict[str, SlotState] = {}
-    portions: list[list[str]] = []
+    local_shards: list[list[str]] = []
     for prefix, master in masters:
         own = [
-            {prefix + piece.slot.name: state_of[portion.parameter] for piece in pieces_in(master, portion)}
-            for portion in (master.local_shards if problem is None else ())
+            {
+                prefix + piece.slot.name: state_of[local_shard.parameter]
+                for piece in pieces_in(master, local_shard)
+            }
+            for local_shard in (master.local_shards if problem is None else ())
         ]
         for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
             if their_problem is not None:
                 raise their_problem
-            for of_portion in theirs:
-                portions.append(list(of_portion))
-                for name, state in of_portion.items():
+            for of_local_shard in theirs:
+                local_shards.append(list(of_local_shard))
+                for name, state in of_local_shard.items():
                     states.setdefault(name, state)
-    return Described(states, portions)
+    return Described(states, local_shards)
 
 
 def _slot_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: int) -> SlotState:
-    """The state of a portion; raises TypeError if it cannot be saved."""
+    """The state of a local shard; raises TypeError if it cannot be saved."""
     state = SlotState(group, {}, {})
     for key, value in optimizer.state.get(parameter, {}).items():
         is_tensor = isinstance(value, Tensor)
@@ -144,9 +147,9 @@ def state_shard(
 
     Returns the optimizer's own tensor, not a copy, if that covers the whole shard.
     """
-    for portion in master.local_shards:
-        value = optimizer.state.get(portion.parameter, {}).get(key)
-        if value is not None and _is_all(portion, master):
+    for local_shard in master.local_shards:
+        value = optimizer.state.get(local_shard.parameter, {}).get(key)
+        if value is not None and _is_all(local_shard, master):
             return plain(value)
     shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
     for parameter, start, stop in master.local_shards:
@@ -156,16 +159,16 @@ def state_shard(
     return shard
 
 
-def state_of_portion(
-    portion: LocalShard, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
+def state_of_local_shard(
+    local_shard: LocalShard, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
 ) -> Tensor:
-    """State `key` of one portion: 1-D; the optimizer's own tensor, not a copy, or zeros if there is none."""
-    value = optimizer.state.get(portion.parameter, {}).get(key)
-    return torch.zeros_like(portion.parameter.detach(), dtype=dtype) if value is None else plain(value)
+    """State `key` of a local shard, 1-D: the optimizer's own tensor, not a copy, or zeros."""
+    value = optimizer.state.get(local_shard.parameter, {}).get(key)
+    return torch.zeros_like(local_shard.parameter.detach(), dtype=dtype) if value is None else plain(value)
 
 
-def _is_all(portion: LocalShard, master: MasterShard) -> bool:
-    return portion.stop - portion.start == master.flat.numel()
+def _is_all(local_shard: LocalShard, master: MasterShard) -> bool:
+    return local_shard.stop - local_shard.start == master.flat.numel()
 
 
 def groups_by_name(optimizer: torch.optim.Optimizer, states: dict[str, SlotState]) -> list[dict[str, Any]]:
@@ -237,8 +240,10 @@ def loadable_state(
     for prefix, master in masters:
         dtypes = element_dtypes(prefix, master, states)
         shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in dtypes.items()}
-        for portion in master.local_shards:
-            state[numbers[portion.parameter]] = _portion_state(prefix, master, portion, states, shards)
+        for local_shard in master.local_shards:
+            state[numbers[local_shard.parameter]] = _local_shard_state(
+                prefix, master, local_shard, states, shards
+            )
     groups = [
         {**saved, "params": [numbers[p] for p in group["params"]]}
         for saved, group in zip(options, optimizer.param_groups, strict=True)
@@ -265,20 +270,20 @@ def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]
 
 def _check_fit(
     masters: Sequence[tuple[str, MasterShard]],
-    portions: Sequence[Sequence[str]],
+    local_shards: Sequence[Sequence[str]],
     states: dict[str, SlotState],
 ) -> None:
-    """Raises ValueError, on every rank alike, unless each portion of each rank can have one state."""
+    """Raises ValueError, on every rank alike, unless each local shard of each rank can have one state."""
     names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     unknown = sorted(set(states) - names)
     if unknown:
         raise ValueError(not_trained(unknown[0]))
-    for portion in portions:
-        found = [states.get(name) for name in portion]
-        for name, state in zip(portion, found, strict=True):
+    for local_shard in local_shards:
+        found = [states.get(name) for name in local_shard]
+        for name, state in zip(local_shard, found, strict=True):
             if not _alike(found[0], state):
                 raise ValueError(
-                    f"the optimizer state of {name} differs from {portion[0]}'s, or one of them is missing, "
+                    f"the optimizer state of {name} differs from {local_shard[0]}'s, or one is missing, "
                     "but both are in one parameter of this optimizer; separate them with param_groups"
                 )
 
@@ -299,30 +304,30 @@ def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
     return all(bool(ours.values[key] == theirs.values[key]) for key in ours.values)
 
 
-def _portion_state(
+def _local_shard_state(
     prefix: str,
     master: MasterShard,
-    portion: LocalShard,
+    local_shard: LocalShard,
     states: dict[str, SlotState],
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
-    whole = _is_all(portion, master)
+    whole = _is_all(local_shard, master)
     # A shard of padding alone counts steps, too.
-    slots = [piece.slot for piece in pieces_in(master, portion)] or (master.layout.slots if whole else ())
+    slots = [piece.slot for piece in pieces_in(master, local_shard)] or (master.layout.slots if whole else ())
     state = states.get(prefix + slots[0].name) if slots else None
     if state is None:
         return {}
     # Copies: the optimizer keeps the tensors, and the state may be used again.
     values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.values.items()}
     elements = {
-        key: shards[key] if whole else shards[key][portion.start : portion.stop].clone()
+        key: shards[key] if whole else shards[key][local_shard.start : local_shard.stop].clone()
         for key in state.elements
     }
     return {**values, **elements}
 
 
-def pieces_in(master: MasterShard, portion: LocalShard) -> list[Piece]:
-    """The pieces of parameters that a portion of this rank's shard holds."""
+def pieces_in(master: MasterShard, local_shard: LocalShard) -> list[Piece]:
+    """The pieces of parameters that a local shard of this rank's shard holds."""
     ranks = master.grid.shard
     pieces = master.layout.pieces(ranks.rank, ranks.size)
-    return [piece for piece in pieces if portion.start <= piece.shard_offset < portion.stop]
+    return [piece for piece in pieces if local_shard.start <= piece.shard_offset < local_shard.stop]

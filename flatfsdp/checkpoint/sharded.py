@@ -26,7 +26,12 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
 from flatfsdp.checkpoint.boxes import boxes_of_part
 from flatfsdp.checkpoint.local import persistent_buffers
-from flatfsdp.checkpoint.optimizer_state import described, groups_by_name, state_of_portion, trained_masters
+from flatfsdp.checkpoint.optimizer_state import (
+    described,
+    groups_by_name,
+    state_of_local_shard,
+    trained_masters,
+)
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
@@ -76,11 +81,11 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
     states, owners = described(masters, optimizer).states, owners_of(master for _, master in masters)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:
-        for slot, portion in zip(master.layout.slots, master.per_slot(master.local_shards), strict=True):
+        for slot, local_shard in zip(master.layout.slots, master.per_slot(master.local_shards), strict=True):
             name = prefix + slot.name
             for key, dtype in states[name].elements.items() if name in states else ():
-                own = state_of_portion(portion, optimizer, key, dtype)
-                state[name][key] = sharded_slot(master, slot, own, owners, portion.start)
+                own = state_of_local_shard(local_shard, optimizer, key, dtype)
+                state[name][key] = sharded_slot(master, slot, own, owners, local_shard.start)
     return {
         "state": state,
         "param_groups": numbered(groups_by_name(optimizer, states)),

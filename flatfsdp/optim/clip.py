@@ -34,7 +34,7 @@ from flatfsdp.contract.flat_shard import FlatShard
 
 
 class Identified(Protocol):
-    """Interface of a shard, or of a portion of one."""
+    """Interface of a master shard, or of a local shard."""
 
     def identify(self, action: Action) -> Identity | None:
         """Identity that a collective for it carries."""

@@ -326,7 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return plan.updated
 
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
-        """Shards of all parameters, in the same order on all ranks, whichever portion comes first.
+        """Shards of all parameters, in the same order on all ranks, whichever local shard comes first.
 
         Parameter groups list views module by module; norms add them up unit by unit, as for flat parameters.
         """

@@ -384,11 +384,11 @@ def _set_aside(groups: Iterable[FlatGroup]) -> list[_Earlier]:
         # So that this is not taken for a zero_grad() later.
         group.drop_if_zeroed()
         place = group.master.grad_attribute
-        for portion in group.master.local_shards:
-            grad = reduced_grad(portion.parameter, place)
+        for local_shard in group.master.local_shards:
+            grad = reduced_grad(local_shard.parameter, place)
             if grad is not None:
-                taken.append((portion.parameter, place, grad))
-                place.leave(portion.parameter, None)
+                taken.append((local_shard.parameter, place, grad))
+                place.leave(local_shard.parameter, None)
         group.watch_unreduced()
     return taken
 

@@ -219,10 +219,10 @@ class FullyShardedDataParallel(FlatFSDP):
         """Parameters that the optimizer updates, here and in inner instances, if they have a gradient."""
         masters = [group.master for m in get_fsdp_instances(self) for group in m.fsdp_state.groups]
         return [
-            portion.parameter
+            local_shard.parameter
             for master in masters
-            for portion in master.local_shards
-            if reduced_grad(portion.parameter, master.grad_attribute) is not None
+            for local_shard in master.local_shards
+            if reduced_grad(local_shard.parameter, master.grad_attribute) is not None
         ]
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot, Piece
 from flatfsdp.torch_private import uses_of_memory
+
+T = TypeVar("T")
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -189,7 +191,7 @@ class MasterShard:
         """Whether each slot has a local shard, rather than one for all."""
         return self.parameters[0] is not self.flat
 
-    def per_slot(self, given: Sequence[bool]) -> Sequence[bool]:
+    def per_slot(self, given: Sequence[T]) -> Sequence[T]:
         """For each slot, what is given for the local shard that it is in."""
         return given if self.is_divided else [*given] * len(self.layout.slots)
 
