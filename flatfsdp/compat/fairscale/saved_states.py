@@ -157,7 +157,8 @@ def is_uncollected(unit: UnitModule, model: UnitModule) -> bool:
     """Whether each rank has this unit to itself, or its state was declared as not collected."""
     is_alone = unit.fsdp_state.grid.num_ranks == 1 < model.fsdp_state.grid.num_ranks
     lister = unit.fsdp_state.lister
-    return is_alone or (lister is not None and getattr(lister(), "no_broadcast_optim_state", False))
+    wrapper = None if lister is None else lister()
+    return is_alone or bool(getattr(wrapper, "no_broadcast_optim_state", False))
 
 
 def shard_of(model: UnitModule, full: dict[str, Any]) -> dict[str, Any]:
