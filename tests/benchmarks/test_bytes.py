@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("bytes")
+def benchmark(benchmarks: Callable[[str], Any]) -> Any:
+    return benchmarks("bytes")
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (4, 3)])
-def test_fp8_rows_equal_their_formulas(benchmark: ModuleType, ranks: int, steps: int) -> None:
+def test_fp8_rows_equal_their_formulas(benchmark: Any, ranks: int, steps: int) -> None:
     cases = [(case, steps) for case in benchmark.CASES if case.fp8 and case.runs_here]
     per_rank = benchmark.results_of_ranks(ranks, benchmark.measure_all, cases)
     for row in per_rank[0]:
@@ -28,7 +24,7 @@ def test_fp8_rows_equal_their_formulas(benchmark: ModuleType, ranks: int, steps:
     assert all(traffic.copy == traffic.concat == traffic.accumulate == traffic.other == 0 for traffic in ours)
 
 
-def test_what_does_not_run_here_is_marked(benchmark: ModuleType) -> None:
+def test_what_does_not_run_here_is_marked(benchmark: Any) -> None:
     case = benchmark.Case("fairscale", zero=3)
     (row,) = benchmark.measure_all(0, 4, [(case, 1)])
     assert row.measured is None and row.label.endswith("(formula)") and row.disagreements() == []

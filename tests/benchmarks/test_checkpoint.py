@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.programs import run_benchmark
 
 
 def test_rows(tmp_path: Path) -> None:
-    options = ("--device", "cpu", "--ranks", "2", "--preset", "tiny", "--rounds", "2", "--json")
-    done = run_program("benchmarks/checkpoint.py", *options, "--out", tmp_path, "--folder", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    payload = json.loads(done.stdout)
-    assert json.loads((tmp_path / "checkpoint-tiny-2-cpu.json").read_text()) == payload
-    assert (tmp_path / "checkpoint-tiny-2-cpu.png").stat().st_size > 0
+    options = ("--ranks", "2", "--preset", "tiny", "--rounds", "2", "--json", "--folder", tmp_path)
+    name, payload, _ = run_benchmark("checkpoint", tmp_path, *options)
+    assert name == "checkpoint-tiny-2-cpu"
     # FP32 parameters and two moments, and metadata.
     assert payload["bytes"] > 12 * payload["parameters"]
     rows = {(row["action"], row["name"]): row for row in payload["rows"]}

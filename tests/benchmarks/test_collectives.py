@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from flatfsdp.comm.launch import Rank
-from tests.support.programs import ROOT, run_program
+from tests.support.assertions import assert_raises
+from tests.support.programs import run_benchmark
 
 KIB, MIB = 2**10, 2**20
 OPERATIONS = ["all-reduce", "reduce-scatter", "all-gather"]
-
-
-def run_benchmark(out: Path, *options: str, ranks: int = 0) -> tuple[str, dict[str, Any]]:
-    """The name and the content of the file that `benchmarks/collectives.py` writes, on CPU ranks.
-
-    Args:
-        out: folder of the results.
-        options: options of the command.
-        ranks: number of ranks that already exist.
-    """
-    command = ["benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
-    done = run_program(*command, "--out", out, *options, ranks=ranks)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (written,) = out.glob("*.json")
-    assert written.with_suffix(".png").stat().st_size > 0
-    payload = json.loads(written.read_text())
-    assert json.loads(done.stdout) == payload, "--json prints something else, or something more"
-    return written.stem, payload
+MEASURING = ("--repeats", "3", "--json")
 
 
 def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
@@ -55,7 +38,8 @@ def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
 
 
 def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
+    options = ("--ranks", "3", "--from", "48KiB", "--to", "1MiB", *MEASURING)
+    name, payload, _ = run_benchmark("collectives", tmp_path, *options)
     assert name == "collectives-gloo-3"
     assert (payload["backend"], payload["ranks"], payload["dtype"]) == ("gloo", 3, "float32")
     assert payload["environment"]["torch"] == torch.__version__
@@ -64,26 +48,22 @@ def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_one_size_under_torchrun(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, "--size", "1MiB", "--dtype", "bfloat16", ranks=2)
+    options = ("--size", "1MiB", "--dtype", "bfloat16", *MEASURING)
+    name, payload, _ = run_benchmark("collectives", tmp_path, *options, ranks=2)
     assert name == "collectives-gloo-2-bfloat16-1MiB"
     assert (payload["ranks"], payload["dtype"]) == (2, "bfloat16")
     check_rows(payload, [MIB])
 
 
 @pytest.fixture
-def collectives(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("collectives")
-
-
-@pytest.fixture
-def measured(collectives: ModuleType) -> ModuleType:
-    return importlib.import_module("lib.collectives_measured")
+def collectives(benchmarks: Callable[[str], Any]) -> Any:
+    return benchmarks("collectives")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_wrong_results_are_refused(measured: ModuleType, name: str, dtype: torch.dtype) -> None:
+def test_wrong_results_are_refused(benchmarks: Callable[[str], Any], name: str, dtype: torch.dtype) -> None:
+    measured = benchmarks("lib.collectives_measured")
     operation, rank, numel = measured.Operation(name), Rank(1, 2, torch.device("cpu")), 4096
     length = numel // 2 if name == "all-gather" else numel
     ours, theirs = (measured.payload(index, length, dtype, rank.device) for index in (1, 0))
@@ -98,24 +78,20 @@ def test_wrong_results_are_refused(measured: ModuleType, name: str, dtype: torch
     one_off[-1] += 1
     broken[7] = torch.nan
     for wrong in (one_off, broken, right.roll(1), torch.zeros_like(right)):
-        with pytest.raises(
-            RuntimeError, match=rf"{name} of \S+ KiB of {dtype} gave a wrong result on rank 1"
-        ):
-            measured.check(wrong, operation, numel, rank)
+        words = rf"{name} of \S+ KiB of {dtype} gave a wrong result on rank 1"
+        assert_raises(RuntimeError, words, measured.check, wrong, operation, numel, rank)
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("64MiB", 64 * MIB), ("3 KiB", 3 * KIB), ("1GiB", 2**30), ("7", 7), ("8B", 8)]
 )
-def test_sizes_are_read(collectives: ModuleType, text: str, nbytes: int) -> None:
+def test_sizes_are_read(collectives: Any, text: str, nbytes: int) -> None:
     assert collectives.parse_size(text) == nbytes
 
 
-def test_what_makes_no_sense_is_refused(collectives: ModuleType) -> None:
+def test_what_makes_no_sense_is_refused(collectives: Any) -> None:
+    refused = partial(assert_raises, collectives.typer.BadParameter)
     for text in ("", "64MB", "0", "-1KiB", "1.5MiB", "MiB"):
-        with pytest.raises(collectives.typer.BadParameter, match="no size"):
-            collectives.parse_size(text)
-    with pytest.raises(collectives.typer.BadParameter, match="pass either"):
-        collectives.sizes_to_measure(MIB, MIB, None, "cpu")
-    with pytest.raises(collectives.typer.BadParameter, match="above --to"):
-        collectives.sizes_to_measure(None, 4 * MIB, MIB, "cpu")
+        refused("no size", collectives.parse_size, text)
+    refused("pass either", collectives.sizes_to_measure, MIB, MIB, None, "cpu")
+    refused("above --to", collectives.sizes_to_measure, None, 4 * MIB, MIB, "cpu")

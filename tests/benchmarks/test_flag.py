@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from tests.support.programs import run_program
-
-SCRIPT = "benchmarks/flag.py"
+from tests.support.programs import run_benchmark, run_program
 
 
 def test_only_fusion_changes_losses(tmp_path: Path) -> None:
     sizes = ("--tokens", "16", "--microbatches", "3", "--steps", "1", "--rounds", "2")
-    on_cpus = ("--device", "cpu", "--ranks", "2", "--precision", "fp8")
-    done = run_program(SCRIPT, *on_cpus, "--out", tmp_path, *sizes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "off and on are equal bit for bit" in done.stdout
-    payload = json.loads((tmp_path / "flag-2.json").read_text())
-    assert (tmp_path / "flag-2.png").stat().st_size > 0
-    assert payload["ranks"] == 2 and payload["flag_changes_no_bit"] and not payload["failed"]
+    name, payload, printed = run_benchmark("flag", tmp_path, "--ranks", "2", "--precision", "fp8", *sizes)
+    assert "off and on are equal bit for bit" in printed
+    assert (
+        name == "flag-2"
+        and payload["ranks"] == 2
+        and payload["flag_changes_no_bit"]
+        and not payload["failed"]
+    )
     rows = {row["way"]: row for row in payload["rows"]}
     assert list(rows) == ["off", "on", "fused", "replayed"]
     assert {row["dtype"] for row in rows.values()} == {"fp8"}
@@ -33,5 +31,5 @@ def test_only_fusion_changes_losses(tmp_path: Path) -> None:
 
 
 def test_tokens_that_fp8_cannot_take_are_refused(tmp_path: Path) -> None:
-    done = run_program(SCRIPT, "--device", "cpu", "--tokens", "40", "--out", tmp_path)
+    done = run_program("benchmarks/flag.py", "--device", "cpu", "--tokens", "40", "--out", tmp_path)
     assert done.returncode == 2 and "--tokens 40 is no multiple of 16" in done.stderr

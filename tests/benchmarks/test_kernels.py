@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import run_benchmark, run_program
 
 SCRIPT = "benchmarks/kernels.py"
 KERNELS = {
@@ -24,21 +22,14 @@ KERNELS = {
 
 
 @pytest.fixture
-def helpers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType, ModuleType]:
+def helpers(benchmarks: Callable[[str], Any]) -> list[Any]:
     """The modules of cases, of times and of sizes."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("kernel_cases", "kernel_times", "kernel_sizes")
-    cases, times, sizes = (importlib.import_module(f"lib.{name}") for name in names)
-    return cases, times, sizes
+    return [benchmarks(f"lib.kernel_{name}") for name in ("cases", "times", "sizes")]
 
 
 def test_everything_is_measured_and_written(tmp_path: Path) -> None:
-    done = run_program(SCRIPT, "--device", "cpu", "--rounds", "3", "--json", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    payload = json.loads((tmp_path / "kernels.json").read_text())
-    assert json.loads(done.stdout) == payload, "--json prints something else, or something more"
-    assert (tmp_path / "kernels.png").stat().st_size > 0
-    assert {row["kernel"] for row in payload["kernels"]} == KERNELS
+    name, payload, _ = run_benchmark("kernels", tmp_path, "--rounds", "3", "--json")
+    assert name == "kernels" and {row["kernel"] for row in payload["kernels"]} == KERNELS
     copy, *kernels = payload["kernels"]
     assert copy["kernel"] == "copy" and copy["share"] == 1
     for row in [copy, *kernels, *payload["wgrad"]]:
@@ -59,20 +50,13 @@ def test_everything_is_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_some_kernels_only(tmp_path: Path) -> None:
-    done = run_program(
-        SCRIPT, "--device", "cpu", "--rounds", "1", "--quick", "--only", "rope", "--out", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    payload = json.loads((tmp_path / "kernels.json").read_text())
+    only = ("--rounds", "1", "--only", "rope")
+    _, payload, printed = run_benchmark("kernels", tmp_path / "all", *only, "--quick")
     assert [row["kernel"] for row in payload["kernels"]] == ["copy", "rope"] and not payload["wgrad"]
-    assert "Kernels beside a copy" in done.stdout and "kernels.png" in done.stdout
+    assert "Kernels beside a copy" in printed and "kernels.png" in printed
     assert payload["kernels"][1]["size"] == "48 x 64"
-    done = run_program(
-        *(SCRIPT, "--device", "cpu", "--rounds", "1", "--only", "rope"),
-        *("--tokens", "32", "--out", str(tmp_path)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "kernels-32.json").read_text())["kernels"][1]["size"] == "32 x 64"
+    name, payload, _ = run_benchmark("kernels", tmp_path / "few", *only, "--tokens", "32")
+    assert name == "kernels-32" and payload["kernels"][1]["size"] == "32 x 64"
     unknown = run_program(SCRIPT, "--device", "cpu", "--only", "ropes")
     assert unknown.returncode == 2 and "there is no kernel 'ropes'" in unknown.stderr
 
@@ -83,9 +67,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.returncode == 2 and "no CUDA device" in done.stderr
 
 
-def test_bytes_are_those_of_what_is_read_and_written(
-    helpers: tuple[ModuleType, ModuleType, ModuleType],
-) -> None:
+def test_bytes_are_those_of_what_is_read_and_written(helpers: list[Any]) -> None:
     """Bytes are counted from the tensors themselves, apart from sums, scales and amaxes."""
     module, _, sizes = helpers
     bench = module.Bench(sizes.TINY, torch.device("cpu"), quick=True)
@@ -103,7 +85,7 @@ def test_bytes_are_those_of_what_is_read_and_written(
     assert gated.bytes == 3 * tokens * bench.sizes.gated + result.rowwise.nbytes + result.columnwise.nbytes
 
 
-def test_results_that_are_not_finite_are_refused(helpers: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+def test_results_that_are_not_finite_are_refused(helpers: list[Any]) -> None:
     _, times, _ = helpers
     broken = torch.tensor([1.0, torch.nan])
     for result in (broken, (None, broken), broken.to(torch.float8_e4m3fn)):
@@ -112,7 +94,7 @@ def test_results_that_are_not_finite_are_refused(helpers: tuple[ModuleType, Modu
             times.measure([timed], 1, "test")
 
 
-def test_calls_take_turns_on_different_data(helpers: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+def test_calls_take_turns_on_different_data(helpers: list[Any]) -> None:
     module, times, sizes = helpers
     seen: list[int] = []
     calls = [lambda index=index: seen.append(index) for index in range(3)]

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.support.programs import run_program
-
-
-def run_benchmark(name: str, out: Path, *options: str, written: str = "") -> dict[str, Any]:
-    done = run_program(f"benchmarks/{name}.py", "--device", "cpu", "--out", out, *options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / f"{written or name}.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((out / f"{written or name}.json").read_text())
+from tests.support.programs import run_benchmark
 
 
 def test_layer(tmp_path: Path) -> None:
     modes = ("eager", "flat-bf16-fused", "flat-delayed-cached-fused", "flat-current-cached-fused")
     shape = ("--hidden", "64", "--ffn", "128", "--heads", "4", "--seq", "16", "--batch", "2")
     options = [option for mode in modes for option in ("--modes", mode)]
-    payload = run_benchmark("layer", tmp_path, *options, *shape, "--steps", "2", "--rounds", "1")
-    assert [row["name"] for row in payload["rows"]] == list(modes)
+    sizes = (*shape, "--steps", "2", "--rounds", "1")
+    name, payload, _ = run_benchmark("layer", tmp_path, *options, *sizes)
+    assert name == "layer" and [row["name"] for row in payload["rows"]] == list(modes)
     for row in payload["rows"]:
         assert row["ms"] > 0 and not row.get("failed")
     times = {row["name"]: row["ms"] for row in payload["rows"]}
@@ -34,11 +30,33 @@ def test_layer(tmp_path: Path) -> None:
     assert payload["flops"] == 32 * (6 * weights + 6 * 16 * 64)
 
 
+@pytest.mark.parametrize(
+    ("warm_up", "expected"),
+    [
+        (4, [1 / 4, 2 / 4 * 7 / 8, 3 / 4 * 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+        (0, [rate / 8 for rate in range(8, 0, -1)]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls_linearly(
+    benchmarks: Callable[[str], Any], warm_up: int, expected: list[float]
+) -> None:
+    parameter = nn.Parameter(torch.zeros(()))
+    parameter.grad = torch.ones(())
+    optimizer = benchmarks("lib.hf_training").decaying(8, warm_up, [parameter], lr=1.0)
+    for rate in expected:
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+
+
 def test_convergence(tmp_path: Path) -> None:
     shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "20")
-    payload = run_benchmark("convergence", tmp_path, *shape, "--lr", "3e-3")
+    name, payload, _ = run_benchmark("convergence", tmp_path, *shape, "--lr", "3e-3")
     bf16, *fp8 = payload["rows"]
-    assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current", "fp8-weights"]
+    assert name == "convergence" and [row["precision"] for row in fp8] == [
+        "fp8-delayed",
+        "fp8-current",
+        "fp8-weights",
+    ]
     assert bf16["final_loss"] == sum(bf16["losses"][-2:]) / 2 < bf16["first_loss"]
     for row in fp8:
         assert row["losses"] != bf16["losses"]
@@ -50,9 +68,12 @@ def test_convergence_of_hf_llama(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--microbatches", "1")
     options = ("--model", "hf-llama", "--seeds", "2", "--steps", "10", "--lr", "3e-3")
-    payload = run_benchmark("convergence", tmp_path, *shape, *options, written="convergence-hf-llama")
+    name, payload, _ = run_benchmark("convergence", tmp_path, *shape, *options)
     plain, fused, *fp8 = payload["rows"]
-    assert [plain["precision"], fused["precision"]] == ["bf16", "bf16-fused"]
+    assert name == "convergence-hf-llama" and [plain["precision"], fused["precision"]] == [
+        "bf16",
+        "bf16-fused",
+    ]
     assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current", "fp8-weights"]
     assert plain["runs"][0] != plain["runs"][1], "a seed changes weights and data"
     # Only rounding differs: as many weights and tokens, from the same start.

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.programs import run_benchmark
 
-SCRIPT = "benchmarks/step.py"
 WARMUP, STEPS = 1, 2
 
 
-def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str, Any]:
-    """The content of the file that `benchmarks/step.py` writes, on two CPU ranks with two microbatches.
-
-    Args:
-        out: folder of the results.
-        options: options of the command.
-            torchrun: whether the ranks already exist.
-    """
+def measured(out: Path, *options: str, torchrun: bool = False) -> Any:
+    """The results on two CPU ranks, which may already exist, with two microbatches."""
     amount = ("--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS))
-    command = (SCRIPT,) if torchrun else (SCRIPT, "--ranks", "2")
-    given = (*command, "--device", "cpu", "--out", out, *amount, *options)
-    done = run_program(*given, ranks=2 if torchrun else 0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (written,) = out.glob("*.json")
-    assert written.with_suffix(".png").stat().st_size > 0
-    return json.loads(written.read_text())
+    own = () if torchrun else ("--ranks", "2")
+    return run_benchmark("step", out, *own, *amount, *options, ranks=2 if torchrun else 0)[1]
 
 
 def test_engines_are_measured_and_train_alike(tmp_path: Path) -> None:
-    payload = run_benchmark(tmp_path, "--shape", "tiny")
+    payload = measured(tmp_path, "--shape", "tiny")
     rows = {row["name"]: row for row in payload["rows"]}
     assert list(rows) == ["flat-off", "flat-on", "fsdp2", "fairscale"]
     assert "needs CUDA" in rows["fairscale"]["skipped"] or "not installed" in rows["fairscale"]["skipped"]
@@ -61,7 +48,7 @@ def engines(*names: str) -> list[str]:
 
 def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
     names = ("flat-on", "flat-bf16-fused", *FP8)
-    payload = run_benchmark(tmp_path, "--shape", "tiny", "--breakdown", *engines(*names))
+    payload = measured(tmp_path, "--shape", "tiny", "--breakdown", *engines(*names))
     losses = {row["name"]: row["runs"][0]["losses"] for row in payload["rows"]}
     assert tuple(losses) == names
     assert losses["flat-bf16-fused"] == pytest.approx(losses["flat-on"], rel=1e-4)
@@ -81,7 +68,7 @@ def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
 def test_replayed_variants_say_what_was_not_replayed(tmp_path: Path) -> None:
     """On CPUs everything is eager: the same losses, and a marked row."""
     names = ("fsdp2", "flat-bf16-fused")
-    payload = run_benchmark(tmp_path, "--shape", "tiny", "--replay", *engines(*names))
+    payload = measured(tmp_path, "--shape", "tiny", "--replay", *engines(*names))
     rows = {row["name"]: row for row in payload["rows"]}
     assert tuple(rows) == (*names, "flat-bf16-fused-replay")
     eager, replayed = rows["flat-bf16-fused"], rows["flat-bf16-fused-replay"]
@@ -93,9 +80,7 @@ def test_replayed_variants_say_what_was_not_replayed(tmp_path: Path) -> None:
 
 
 def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
-    payload = run_benchmark(
-        tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8), torchrun=True
-    )
+    payload = measured(tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8), torchrun=True)
     plain, *fp8 = (row["runs"][0]["losses"] for row in payload["rows"])
     assert all(losses == pytest.approx(plain, rel=1e-3) for losses in fp8)
 
@@ -103,7 +88,7 @@ def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
 def test_torchao_trains_like_the_own_layers(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     names = engines("flat-fp8-current", "fsdp2-float8")
-    payload = run_benchmark(tmp_path, "--shape", "tiny-l2", "--keep", *names)
+    payload = measured(tmp_path, "--shape", "tiny-l2", "--keep", *names)
     ours, theirs = payload["rows"]
     assert theirs["name"] == "fsdp2-float8-compile" and theirs["time_vs_fsdp2_float8"] == 1.0
     assert ours["time_vs_fsdp2_float8"] == ours["ms"] / theirs["ms"]

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-import json
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from flatfsdp.comm.ranks import ALONE
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import run_benchmark
 
 MEASURED = ("flat-bf16-one", "torch-tp", "flat-bf16-tp", "torch-sp", "flat-bf16-sp", "flat-fp8-sp")
 
 
 def test_ours_beside_pytorch(tmp_path: Path) -> None:
-    command = ["benchmarks/tensor_parallel.py", "--device", "cpu", "--json", "--out", tmp_path]
-    command += ["--shape", "tiny", "--steps", "1", "--warmup", "1"]
+    options = ["--shape", "tiny", "--steps", "1", "--warmup", "1", "--json"]
     # Rows have their own order.
     for name in ("flat-fp8-overlap", *reversed(MEASURED)):
-        command += ["--modes", name]
-    done = run_program(*command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (payload,) = json.loads(done.stdout)
-    assert payload == json.loads((tmp_path / "tensor-parallel-tiny-2.json").read_text())
-    assert (tmp_path / "tensor-parallel-tiny-2.png").read_bytes().startswith(b"\x89PNG")
+        options += ["--modes", name]
+    name, payload, printed = run_benchmark("tensor_parallel", tmp_path, *options)
+    assert name == "tensor-parallel-tiny-2" and printed.startswith("[")
 
     rows = {row["name"]: row for row in payload["rows"]}
     assert "GPUs only" in rows.pop("flat-fp8-overlap")["skipped"]
@@ -60,14 +56,8 @@ def test_ours_beside_pytorch(tmp_path: Path) -> None:
     assert 0.02 < errors["flat-fp8-sp"]["plain"] < 0.2, "nothing was in FP8"
 
 
-@pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("lib.split_measuring")
-
-
-def test_layers_that_err_are_refused(measuring: ModuleType) -> None:
-    layers = importlib.import_module("lib.split_layers")
+def test_layers_that_err_are_refused(benchmarks: Callable[[str], Any]) -> None:
+    measuring, layers = benchmarks("lib.split_measuring"), benchmarks("lib.split_layers")
     problem = layers.Problem.of(layers.LAYERS["tiny"], 1, ALONE, torch.device("cpu"))
     mode = layers.MODES["torch-one"]
     right = layers.whole_results(mode.engine, problem)
@@ -78,20 +68,16 @@ def test_layers_that_err_are_refused(measuring: ModuleType) -> None:
 
     compare(right)
     compare({name: tensor * 1.005 for name, tensor in right.items()})
-    for name, factor in (
-        ("output", 1.04),
-        ("input", 1.05),
-        ("mlp.down.weight", 0.0),
-        ("norm_mlp.weight", torch.nan),
-    ):
+    wrong = {"output": 1.04, "input": 1.05, "mlp.down.weight": 0.0, "norm_mlp.weight": torch.nan}
+    for name, factor in wrong.items():
         with pytest.raises(ArithmeticError, match=rf"{name} is off by \S+ of its norm, beside the whole"):
             compare({**right, name: right[name] * factor})
     with pytest.raises(ValueError, match="the shape is"):
         compare({**right, "output": right["output"][:1]})
 
 
-def test_the_first_shape_is_compiled_too(measuring: ModuleType) -> None:
-    benchmark = importlib.import_module("tensor_parallel")
+def test_the_first_shape_is_compiled_too(benchmarks: Callable[[str], Any]) -> None:
+    benchmark = benchmarks("tensor_parallel")
     first, other = (benchmark.modes_of([], is_first=is_first) for is_first in (True, False))
     assert {mode.name for mode in set(first) - set(other)} == {
         *("torch-compile-sp", "torch-compile-overlap", "torchao-sp")

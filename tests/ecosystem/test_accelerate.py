@@ -134,6 +134,11 @@ def test_a_program_for_ddp(rank: int, world_size: int, optimizer: Callable[..., 
     assert_same(found, expected)
 
 
+def assert_has(accelerator: Any, model: nn.Module, state: dict[str, Tensor]) -> None:
+    found = accelerator.get_state_dict(model)
+    assert all(map(torch.equal, found.values(), state.values()))
+
+
 def run_steps(program: Program, skipped: int, stop_after: int | None = None) -> list[float]:
     """Runs one epoch from batch `skipped` on, or up to a batch."""
     accelerator, model, optimizer, loader, scheduler = program
@@ -169,9 +174,8 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             program = begin(accelerator, seed=7, shuffle=False)
             accelerator.load_state(str(folder / "saved"))
             assert run_steps(program, 2) == expected
-            found = accelerator.get_state_dict(program.model)
             assert len(first) == 2
-            assert all(map(torch.equal, found.values(), weights.values()))
+            assert_has(accelerator, program.model, weights)
             accelerator.save_model(program.model.head, folder / "part")
             accelerator.wait_for_everyone()
             part = load_file(folder / "part" / "model.safetensors")
@@ -223,8 +227,7 @@ def test_a_save_that_fails_once_it_is_the_folders_stays(rank: int, world_size: i
         saved = program.accelerator.get_state_dict(program.model)
         train(program, 1)
         program.accelerator.load_state(folder)
-        found = program.accelerator.get_state_dict(program.model)
-        assert all(map(torch.equal, found.values(), saved.values()))
+        assert_has(program.accelerator, program.model, saved)
 
 
 @on_ranks(2)
@@ -258,8 +261,7 @@ def test_checkpoints_with_names_of_their_own(rank: int, world_size: int) -> None
         # As a kill leaves it.
         (folder / "checkpoints" / "checkpoint_1" / "flatfsdp.json").unlink(missing_ok=True)
         accelerator.load_state()
-        found = accelerator.get_state_dict(program.model)
-        assert all(map(torch.equal, found.values(), states[0].values()))
+        assert_has(accelerator, program.model, states[0])
         assert schedule.last_epoch == epochs[0]
 
         # The next saves take the place of what was not completed, then of the oldest, and of no whole one.
@@ -370,7 +372,7 @@ def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
             third.load_state_dict(before[2])
             accelerator.load_state(folder)
             for model, state in zip((second, third), trained, strict=True):
-                assert all(map(torch.equal, accelerator.get_state_dict(model).values(), state.values()))
+                assert_has(accelerator, model, state)
 
 
 @on_ranks(2)
@@ -462,12 +464,8 @@ def test_urls_never_become_folders(rank: int, world_size: int, url: str, tmp_pat
         assert list(tmp_path.iterdir()) == []
 
 
-REFUSED = {
-    "fsdp_plugin": "leave the other engine out",
-    "deepspeed_plugin": "leave the other engine out",
-    "parallelism_config": "leave the other engine out",
-    "dynamo_plugin": "compile the layers",
-}
+OTHERS = ("fsdp_plugin", "deepspeed_plugin", "parallelism_config")
+REFUSED = {**dict.fromkeys(OTHERS, "leave the other engine out"), "dynamo_plugin": "compile the layers"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

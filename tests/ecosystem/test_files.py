@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import platform
 import threading
@@ -21,7 +20,7 @@ from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
-from tests.support.ecosystem.training import assert_same_values
+from tests.support.ecosystem.training import assert_same_values, read
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
@@ -41,15 +40,6 @@ def from_meta(family: Family, **options: Any) -> Any:
     with torch.device("meta"):
         model: Any = family.build()
     return shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model), **options)
-
-
-def read(family: Family, folder: Path, **options: Any) -> Any:
-    """The model that plain transformers loads from the folder, if nothing is missing or surplus."""
-    transformers = importlib.import_module("transformers")
-    kind = getattr(transformers, family.model)
-    model, told = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
-    assert not any(told.values()), told
-    return model
 
 
 def keys_in(folder: Path) -> set[str]:

@@ -17,7 +17,7 @@ from flatfsdp.compat.transformers import policy_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
 from tests.support.ecosystem.families import VOCAB, Family, needs_transformers
-from tests.support.ecosystem.launched import launched
+from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.ranks import on_ranks
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
@@ -71,19 +71,10 @@ def flat_trainer(world_size: int, folder: Path) -> float:
 
     from flatfsdp.compat.transformers.trainer import FlatTrainer
 
-    args = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=True,
-        report_to="none",
-        disable_tqdm=True,
-        per_device_train_batch_size=4,
-        max_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        # Trainer takes a mean over tokens for granted, and multiplies it by the number of ranks.
-        average_tokens_across_devices=False,
-    )
+    options = trainer_options(bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    # Trainer takes a mean over tokens for granted, and multiplies it by the number of ranks.
+    options |= {"max_steps": 1, "average_tokens_across_devices": False}
+    args = transformers.TrainingArguments(output_dir=str(folder), **options)
     trainer = FlatTrainer(bert(), args, train_dataset=Rows(world_size))
     trainer.train()
     loss: float = trainer.state.log_history[0]["loss"]

@@ -23,7 +23,7 @@ from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.contract.packed import is_packed, packed_tensor
 from flatfsdp.layers import convert
 from tests.support.assertions import assert_equal
-from tests.support.ecosystem.families import FAMILIES, needs_peft, needs_transformers
+from tests.support.ecosystem.families import FAMILIES, adapted, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, train
 from tests.support.ecosystem.training import train_plain, train_sharded
 from tests.support.ranks import on_ranks
@@ -101,15 +101,8 @@ def test_other_models_are_refused_and_stay(name: str) -> None:
 @needs_peft
 @on_ranks(2)
 def test_adapters_train_over_a_frozen_pack(rank: int, world_size: int) -> None:
-    import peft
-
-    def adapted(module: Any) -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(module, config)
-
-    model = shard(adapted(fuse(build("Llama"))), FUSED["Llama"].is_unit)
-    expected = train(adapted(build("Llama")), range(world_size), is_sharded=False)
+    model = shard(adapted(fuse(build("Llama")), r=16), FUSED["Llama"].is_unit)
+    expected = train(adapted(build("Llama"), r=16), range(world_size), is_sharded=False)
     assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :], tolerance=1e-4)
     assert is_packed(model.base_model.model.model.layers[0].self_attn, "qkv_weight")
 
@@ -125,22 +118,14 @@ TOO_LATE = {
 @needs_peft
 @on_ranks(2)
 def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int) -> None:
-    import peft
-
     family = FUSED["Llama"]
-
-    def adapt(model: Any) -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return peft.get_peft_model(getattr(model, "module", model), config)
-
     calls: dict[str, Callable[[Any], Any]] = {
         "fuse": fuse,
         "convert": lambda model: convert(model, lambda _, name: "_proj" in name),
-        "adapt": adapt,
+        "adapt": lambda model: adapted(getattr(model, "module", model), r=4),
         "shard": lambda model: shard(model, family.is_unit),
     }
-    expected = train_plain(adapt(family.build()), rank, world_size, steps=1).losses
+    expected = train_plain(calls["adapt"](family.build()), rank, world_size, steps=1).losses
     trained = []
     for order in itertools.permutations(calls):
         model = family.build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from flatfsdp.compat.transformers import fuse, policy_of
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
-from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
+from tests.support.ecosystem.families import (
+    FAMILIES,
+    adapted,
+    batches_of,
+    generated,
+    needs_peft,
+    needs_transformers,
+)
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import (
@@ -34,14 +42,8 @@ FORMS = ("plain", "fused", "fused later")
 
 
 def with_lora(form: str = "plain") -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    base = LLAMA._replace(is_fused=form == "fused").build()
-    torch.manual_seed(1)
-    # Weights that change the output from the beginning.
-    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
-    adapted = get_peft_model(base, config)
-    return fuse(adapted) if form == "fused later" else adapted
+    model = adapted(LLAMA._replace(is_fused=form == "fused").build(), r=4)
+    return fuse(model) if form == "fused later" else model
 
 
 @pytest.mark.parametrize("flag", ["on", "off"])
@@ -132,14 +134,14 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
         config = peft.LoraConfig(**options)
     family = MODELS["Qwen2, fused" if what == "biases" else "Llama, fused"]
 
-    def adapted(base: Any) -> Any:
+    def configured(base: Any) -> Any:
         torch.manual_seed(1)
         return peft.get_peft_model(base, copy.deepcopy(config))
 
-    model = shard(adapted(family.build()), family.is_unit)
+    model = shard(configured(family.build()), family.is_unit)
     found = train_sharded(model, rank, steps=1)
-    assert_same_training(found, train_plain(adapted(family.build()), rank, world_size, steps=1))
-    in_plain = train_plain(adapted(family.plain.build()), rank, world_size, steps=1)
+    assert_same_training(found, train_plain(configured(family.build()), rank, world_size, steps=1))
+    in_plain = train_plain(configured(family.plain.build()), rank, world_size, steps=1)
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
 
 
@@ -148,10 +150,8 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
     [{"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj"]}],
 )
 def test_lora_of_routers_and_experts_is_refused(target: dict[str, Any]) -> None:
-    from peft import LoraConfig, get_peft_model
-
     family = FAMILIES["Mixtral"]
-    model = get_peft_model(family.build(), LoraConfig(**target))
+    model = adapted(family.build(), **target)
     before = dict(model.named_parameters())
     is_router = target["target_modules"] == "all-linear"
     what = r"gate \(weight" if is_router else r"experts \(gate_up_proj"
@@ -159,7 +159,7 @@ def test_lora_of_routers_and_experts_is_refused(target: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         shard(model, family.is_unit)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    shard(get_peft_model(family.build(), LoraConfig(target_modules=["q_proj"])), family.is_unit)
+    shard(adapted(family.build(), target_modules=["q_proj"]), family.is_unit)
 
 
 @on_ranks(2)
@@ -249,13 +249,13 @@ def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_siz
 
     for name, (kind, options) in KINDS.items():
 
-        def adapted() -> Any:
+        def configured() -> Any:
             torch.manual_seed(1)
             return peft.get_peft_model(LLAMA.build(), getattr(peft, kind)(**options))  # noqa: B023
 
-        model = shard(adapted(), LLAMA.is_unit)
+        model = shard(configured(), LLAMA.is_unit)
         found = train_sharded(model, rank, steps=2)
-        assert_same_training(found, train_plain(adapted(), rank, world_size, steps=2))
+        assert_same_training(found, train_plain(configured(), rank, world_size, steps=2))
         with shared_folder() as folder:
             model.save_pretrained(folder)
             again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
@@ -275,10 +275,7 @@ def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> N
     """Conversion works in either order, in FP8; the saved files are the same as without."""
     import peft
 
-    def adapt(model: Any) -> Any:
-        torch.manual_seed(1)
-        config = peft.LoraConfig(target_modules="all-linear", r=16, init_lora_weights=False)
-        return peft.get_peft_model(model, config)
+    adapt = partial(adapted, target_modules="all-linear", r=16)
 
     def converted(model: Any) -> Any:
         return convert(model, lambda layer, name: min(layer.weight.shape) >= 16)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
-from flatfsdp.cli.app import app
 from flatfsdp.compat.transformers.from_config import FromConfig
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.options import Precision
 from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, plan_model
-from tests.support.programs import ROOT, run_program
+from tests.support.plan_command import check_refused, run
+from tests.support.programs import run_benchmark
 from tests.support.published import PAGES, results, rows
 
 SIZES: dict[str, Any] = {
@@ -48,10 +47,6 @@ def folder_of(architecture: str, tmp_path: Path) -> Path:
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     return tmp_path
-
-
-def run(*options: str | Path) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, options)], env={"COLUMNS": "200"})
 
 
 # -- from a configuration --------------------------------------------------------------------------------
@@ -178,9 +173,7 @@ def test_functions_on_the_command_line(tmp_path: Path) -> None:
         ("--model", f"{file}:missing", "--batches", f"{file}:batches"): "has no function 'missing'",
     }
     for options, words in refused.items():
-        result = run(*options)
-        assert result.exit_code == 2
-        assert words in " ".join(result.output.replace("│", " ").split())
+        check_refused(words, *options)
 
 
 # -- beside what was measured ----------------------------------------------------------------------------
@@ -233,9 +226,8 @@ MODELS = [row["name"] for row in results("plan-models-1.json")["rows"]]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_on_one_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    cases = importlib.import_module("lib.plan_cases").CASES
+def test_models_on_one_gpu(name: str, benchmarks: Callable[[str], Any]) -> None:
+    cases = benchmarks("lib.plan_cases").CASES
     plan, measured = cases[name].plan(1), rows("plan-models-1.json")[name]
     peak, ms = plan.memory.peak / GIB, 1e3 * plan.time.seconds
     # Other versions of transformers may keep a little more or less.
@@ -249,12 +241,10 @@ def test_models_on_one_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_benchmark_runs_and_draws(tmp_path: Path) -> None:
-    options = ("--only", "gpt2-tiny", "--device", "cpu", "--ranks", "2", "--steps", "1", "--warmup", "1")
-    done = run_program("benchmarks/plan_models.py", *options, "--out", tmp_path, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
-    assert row["ms"] > 0 and row["loss"] > 0 and not row["failed"]
-    assert (tmp_path / "plan-models-2.png").stat().st_size > 0
+    options = ("--only", "gpt2-tiny", "--ranks", "2", "--steps", "1", "--warmup", "1")
+    name, payload, _ = run_benchmark("plan_models", tmp_path, *options, "--json")
+    (row,) = payload["rows"]
+    assert row["ms"] > 0 and row["loss"] > 0 and not row["failed"] and name == "plan-models-2"
 
 
 def test_a_machine_that_is_twice_as_fast_needs_half_the_time() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,24 +11,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import Precision, auto_wrap, shard
-from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
+from tests.support.ecosystem.families import FAMILIES, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import (
     assert_same_training,
     assert_same_values,
+    read,
     train_plain,
     train_sharded,
 )
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
-
-
-def read(family: Family, folder: Path) -> Any:
-    """The model that plain transformers loads from the folder."""
-    transformers = importlib.import_module("transformers")
-    return getattr(transformers, family.model).from_pretrained(folder, local_files_only=True)
 
 
 @on_ranks(2)

@@ -22,8 +22,8 @@ from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.assertions import assert_raises
-from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
-from tests.support.ecosystem.launched import launched
+from tests.support.ecosystem.families import FAMILIES, VOCAB, adapted, needs_peft, needs_transformers
+from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.faults.operations import watched
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
@@ -54,18 +54,9 @@ class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
 def arguments(folder: Path, kind: str = "TrainingArguments", **options: Any) -> Any:
     import transformers
 
-    common = {
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-    }
-    return getattr(transformers, kind)(output_dir=str(folder), **{**common, **options})
+    return getattr(transformers, kind)(
+        output_dir=str(folder), **trainer_options(**{"num_train_epochs": 2, **options})
+    )
 
 
 def flat_trainer(model: Any, args: Any, **options: Any) -> Any:
@@ -318,12 +309,6 @@ def test_lora(rank: int, world_size: int, tmp_path: Path) -> None:
     import peft
     import transformers
 
-    def adapted(base: Any) -> Any:
-        torch.manual_seed(1)
-        return peft.get_peft_model(
-            base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-        )
-
     with launched(rank, world_size):
         args = arguments(tmp_path, num_train_epochs=1)
         ddp = transformers.Trainer(adapted(FAMILIES["Llama"].build()), args, train_dataset=Text())
@@ -447,16 +432,11 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
             assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("make", [lambda: flat_arguments(fp8_weights=True)])
-def test_flat_arguments_that_contradict_each_other(make: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match="no recipe"):
-        make()
-
-
-@pytest.mark.parametrize("recipe", ["delayed", True])
-def test_fp8_takes_a_recipe(recipe: Any) -> None:
-    with pytest.raises(TypeError, match=r"fp8 is ('delayed'|True); pass a recipe of flatfsdp\.fp8: Delayed"):
-        flat_arguments(fp8=recipe)
+def test_flat_arguments_need_a_recipe() -> None:
+    assert_raises(ValueError, "no recipe", flat_arguments, fp8_weights=True)
+    for fp8 in ("delayed", True):
+        words = rf"fp8 is {fp8!r}; pass a recipe of flatfsdp\.fp8: Delayed"
+        assert_raises(TypeError, words, flat_arguments, fp8=fp8)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.contract.claimed import is_unit
-from tests.support.ecosystem.launched import launched
+from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.ecosystem.preferences import adapted, base, judge, lora, samples, save_base, tokenizer
 from tests.support.ranks import on_ranks
 
@@ -45,19 +45,8 @@ def started(rank: int, world_size: int, folder: Path) -> Iterator[None]:
 def arguments(kind: str, folder: Path, **options: Any) -> Any:
     import trl
 
-    common = {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-    }
-    return getattr(trl, f"{kind}Config")(output_dir=str(folder / "out"), **{**common, **options})
+    common = trainer_options(bf16=False, max_steps=3, output_dir=str(folder / "out"))
+    return getattr(trl, f"{kind}Config")(**{**common, **options})
 
 
 def plain(kind: str) -> Any:

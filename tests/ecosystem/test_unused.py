@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flatfsdp import by_class
 from tests.support.ecosystem.families import VOCAB, needs_transformers
-from tests.support.ecosystem.launched import launched
+from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.ranks import on_ranks
 
 pytestmark = [
@@ -36,21 +36,9 @@ def trained_by_both(
 
     from flatfsdp.compat.transformers.trainer import FlatArguments, FlatTrainer
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        max_steps=steps,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        train_sampling_strategy="sequential",
-        ddp_find_unused_parameters=True,
-    )
+    options = trainer_options(max_steps=steps, per_device_train_batch_size=1, weight_decay=0.1)
+    options |= {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+    arguments = transformers.TrainingArguments(str(folder), ddp_find_unused_parameters=True, **options)
     start = {name: value.clone() for name, value in make().state_dict().items()}
     plain = transformers.Trainer(make(), arguments, train_dataset=samples)
     ours = FlatTrainer(make(), arguments, train_dataset=samples, flat=FlatArguments(**flat))

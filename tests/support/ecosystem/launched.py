@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
+
+
+def trainer_options(**options: Any) -> dict[str, Any]:
+    """Options of transformers' trainers on CPUs, which save nothing: small batches, two a step, many logs."""
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    return {**quiet, **sizes, "logging_steps": 1, "learning_rate": 1e-2, **options}
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp import microbatches
-from tests.support.ecosystem.families import Batch, batches_of
+from tests.support.ecosystem.families import Batch, Family, batches_of
 from tests.support.ecosystem.fused import MODELS
 from tests.support.models import update
 
@@ -75,6 +77,14 @@ def _forward_backward(model: Any, batches: list[Batch]) -> list[float]:
 def plain(name: str, rank: int, world_size: int) -> Trained:
     """What sharded ones of `MODELS` have to reach; computed once on each rank."""
     return train_plain(MODELS[name].build(), rank, world_size)
+
+
+def read(family: Family, folder: Path, **options: Any) -> Any:
+    """The model that plain transformers loads from the folder, if nothing is missing or surplus."""
+    kind = getattr(importlib.import_module("transformers"), family.model)
+    model, told = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+    assert not any(told.values()), told
+    return model
 
 
 def assert_same_training(found: Trained, expected: Trained) -> None:

@@ -111,9 +111,12 @@ def test_both_are_cast_under_torchs_autocast(layer_type: type) -> None:
 
 
 @LAYERS
-def test_shapes_have_to_be_the_same(layer_type: type) -> None:
-    with pytest.raises(ValueError, match=rf"{layer_type.__name__}: the residual has shape \(16, 32\)"):
-        layer_type(32, 48)(torch.randn(2, 8, 32), residual=torch.randn(16, 32))
+@pytest.mark.parametrize("seq", [8, 16])
+def test_shapes_have_to_be_the_same(layer_type: type, seq: int) -> None:
+    """Also if there are as many elements."""
+    message = rf"{layer_type.__name__}: the residual has shape \(16, 32\).*\(2, {seq}, 32\)"
+    with pytest.raises(ValueError, match=message):
+        layer_type(32, 48)(torch.randn(2, seq, 32), residual=torch.randn(16, 32))
 
 
 # ---- TransformerLayer ----------------------------------------------------------------------------------
