@@ -283,8 +283,8 @@ def _check_fit(
         for name, state in zip(local_shard, found, strict=True):
             if not _alike(found[0], state):
                 raise ValueError(
-                    f"the optimizer state of {name} differs from {local_shard[0]}'s, or one is missing, "
-                    "but both are in one parameter of this optimizer; separate them with param_groups"
+                    f"the optimizer state of {name} differs from {local_shard[0]}'s, or one of them is "
+                    "missing, but both are in one parameter here; separate them with param_groups"
                 )
 
 

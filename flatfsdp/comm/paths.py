@@ -76,7 +76,8 @@ def path_of_all_ranks(
             raise refusal
         if found != expected:
             raise ValueError(
-                f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}"
+                f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}; pass the "
+                "same path on all ranks"
             )
     return Path(path)
 

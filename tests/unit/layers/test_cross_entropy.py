@@ -311,7 +311,7 @@ def test_options_that_contradict_each_other() -> None:
     assert_raises(NotImplementedError, "parallel_mode is 'row'", head, parallel_mode="row")
     assert_raises(ValueError, "chunk_tokens is 0", head, chunk_tokens=0)
     assert_raises(ValueError, "reduction is 'max'", head, reduction="max")
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(9,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\), and tokens \(9,\)"):
         head()(torch.randn(9, WIDTH), ids(5))
     with pytest.raises(RuntimeError, match="outside of the vocabulary"):
         head()(torch.randn(1, WIDTH), torch.tensor([VOCAB]))

@@ -83,7 +83,7 @@ def test_what_attention_saves_is_not_the_pack_projection(interleaved: bool) -> N
 def test_a_wrong_size_is_named() -> None:
     tables = RotaryPositionEmbedding(8)(4)
     for given in (None, tables):
-        with pytest.raises(ValueError, match="has 64 of them, not 63"):
+        with pytest.raises(ValueError, match="do not fill 63 columns"):
             split_qkv(torch.randn(2, 2, 63), HeadsOf(4, 2, 8, True), given)
     with pytest.raises(ValueError, match="x needs at least 5 rows"):
         split_qkv(torch.randn(5, 2, 64), HeadsOf(4, 2, 8, False), tables)
