@@ -213,7 +213,7 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
         if isinstance(error, pickle.UnpicklingError):
             raise TypeError(
                 f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts: "
-                "reading that could run code, so `load` would refuse it; save its state_dict(), or none of it"
+                "reading it could run code, so `load` would refuse it; save plain values, as of its state_dict()"
             ) from None
         # Pickling runs methods of what is pickled, which raise what they like.
         raise TypeError(f"{what} cannot be saved: {reason(error)}") from None
