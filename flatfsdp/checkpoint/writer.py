@@ -213,7 +213,7 @@ def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
         if isinstance(error, pickle.UnpicklingError):
             raise TypeError(
                 f"{what} ({type(value).__name__}) is more than tensors, numbers, strings, lists and dicts: "
-                "reading it could run code, so `load` would refuse it; save plain values, as of its state_dict()"
+                "reading it could run code, and `load` refuses it; save plain values, or its state_dict()"
             ) from None
         # Pickling runs methods of what is pickled, which raise what they like.
         raise TypeError(f"{what} cannot be saved: {reason(error)}") from None
