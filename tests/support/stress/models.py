@@ -333,7 +333,7 @@ class BranchesModule(nn.Module):
 
 
 class Parent(nn.Module):
-    """Of one child."""
+    """A module around one child."""
 
     def __init__(self, child: nn.Module, node: Any = None) -> None:
         super().__init__()

@@ -82,11 +82,15 @@ def test_names_of_the_package_exist() -> None:
         resolve_name(name)
 
 
-def test_each_feature_names_a_page() -> None:
+def test_each_feature_names_a_page_and_a_test() -> None:
     rows = [line for line in DOCS["features.md"].read_text().splitlines() if line.startswith("| ")]
     features = [row for row in rows if not row.startswith("| feature |")]
     assert len(features) > 50
-    assert [row for row in features if not set(LINK.findall(row))] == []
+    for row in features:
+        _, _, page, test, _ = row.split("|")
+        assert LINK.search(page), row
+        named = re.fullmatch(r" \[`(\w+)`\]\(\.\./(tests/[\w/]+\.py)\) ", test)
+        assert named is not None and f"def {named[1]}(" in (ROOT / named[2]).read_text(), row
 
 
 def test_pictures_are_those_of_the_script() -> None:

@@ -93,7 +93,7 @@ def test_flat_parameters_are_not_flattened_again():
     # The outermost wrapper of the two took what the innermost had left, under its state-dict name.
     assert inner.metadata(0).param_names == ("0.bias",)
     wrapped = FlattenParamsWrapper(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"0\.flat_param_0 is a flat parameter of an inner wrapper"):
+    with pytest.raises(ValueError, match=r"0\.flat_param_0 is flat already, in an inner wrapper"):
         FlattenParamsWrapper(nn.Sequential(wrapped), [wrapped.flat_param])
 
 
