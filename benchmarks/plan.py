@@ -29,7 +29,7 @@ from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
-from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan
+from flatfsdp.plan import Job, Parallelism, plan
 
 BF16 = Precision(compute=torch.bfloat16)
 FP8_WEIGHTS = replace(BF16, fp8_weights=CurrentScaling())
@@ -108,17 +108,18 @@ def _measure(rank: Rank, task: Task, name: str, job: Job) -> Measured:
 
 
 def _training(rank: Rank, job: Job) -> Callable[[], None]:
-    ranks = job.ranks
+    ranks, config = job.ranks, job.model
+    assert isinstance(config, LlamaConfig)
     mesh = make_mesh(pp=ranks.pp, dp_replicate=ranks.dp_replicate, dp_shard=ranks.dp_shard, tp=ranks.tp)
     model = LlamaPipeline(
-        job.model,
+        config,
         mesh,
         job.schedule,
         microbatches=job.microbatches,
         batch=job.batch,
         device=rank.device,
         stages_per_rank=job.stages_per_rank,
-        precision=job.precision,
+        precision=job.dtypes,
         sequence_parallel=ranks.sequence_parallel,
         fuse_wgrad_accumulation=job.fuse_wgrad_accumulation,
         recipe=job.recipe,
@@ -126,9 +127,7 @@ def _training(rank: Rank, job: Job) -> Callable[[], None]:
         optimize_backward_concat=True,
     )
     optimizer = AdamW(model.parameters(), 1e-4, max_grad_norm=1.0, pp_group=mesh.pp_group)
-    ids = torch.randint(
-        0, job.model.vocab, (job.microbatches, 2, job.batch, job.model.seq), device=rank.device
-    )
+    ids = torch.randint(0, config.vocab, (job.microbatches, 2, job.batch, config.seq), device=rank.device)
     batches = [(tokens, targets) for tokens, targets in ids]
 
     def step() -> None:
@@ -145,7 +144,8 @@ def show(found: list[dict[str, Any]], model: LlamaConfig, ranks: int, console: C
         table.add_column(heading, justify="right" if heading else "left")
     for row in found:
         job = dict(jobs(model, ranks))[row["name"]]
-        peak, ms = memory_plan(job).peak / GIB, 1e3 * time_plan(job, Machine()).seconds
+        planned = plan(job)
+        peak, ms = planned.memory.peak / GIB, 1e3 * planned.time.seconds
         table.add_row(row["name"], *_beside(max(row["peak_gib"]), peak), *_beside(row["ms"], ms))
     console.print(table)
 

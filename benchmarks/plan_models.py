@@ -1,4 +1,4 @@
-"""Does a model that somebody brings take the memory and the time that `plan_model` says?
+"""Does a model that somebody brings take the memory and the time that `flatfsdp.plan` says?
 
 Trains models of Hugging Face from their configurations, on random tokens, one after the other on the same
 ranks, and writes what each took: the time of a step, and the memory between steps and at most, as PyTorch's
@@ -28,7 +28,7 @@ from flatfsdp import microbatches, shard
 from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.contract.any_model import layers_of
 from flatfsdp.fp8 import autocast
-from flatfsdp.plan.any_model import ModelPlan
+from flatfsdp.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _region(case: Case) -> AbstractContextManager[object]:
     return nullcontext() if case.recipe is None else autocast(recipe=case.recipe)
 
 
-def show(found: list[dict[str, Any]], plans: dict[str, ModelPlan], console: Console) -> None:
+def show(found: list[dict[str, Any]], plans: dict[str, Plan], console: Console) -> None:
     """Prints each model's figures beside its plan."""
     table = Table(box=None, padding=(0, 0, 0, 2))
     for heading in ("", "peak GiB", "plan", "", "ms a step", "plan", ""):
@@ -131,7 +131,7 @@ def _beside(measured: float, planned: float, digits: int) -> tuple[str, str, str
     return f"{measured:.{digits}f}", f"{planned:.{digits}f}", off
 
 
-def draw(found: list[dict[str, Any]], plans: dict[str, ModelPlan], path: Path) -> None:
+def draw(found: list[dict[str, Any]], plans: dict[str, Plan], path: Path) -> None:
     """Bars of measured and planned peaks and times, one pair a model."""
     names = [row["name"] for row in found if not row["failed"]]
     rows = {row["name"]: row for row in found}
@@ -157,7 +157,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 @app.command(
-    help="Steps of Hugging Face models, beside what `flatfsdp.plan.plan_model` says of them.",
+    help="Steps of Hugging Face models, beside what `flatfsdp.plan.plan` says of them.",
     epilog="""Examples:
 
     torchrun --nproc-per-node 1 benchmarks/plan_models.py

@@ -477,12 +477,3 @@ def random_states_by(
         yield
     finally:
         vars(torch.cuda).update(originals)
-
-
-def backward_within_modes(loss: Tensor) -> None:
-    """Runs `loss.backward()` of a scalar with torch-function modes on, for the forwards of checkpoints in it.
-
-    `Tensor.backward` is a torch function itself, so a mode that handles it would be off inside.
-    """
-    engine = Variable._execution_engine
-    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

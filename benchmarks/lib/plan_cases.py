@@ -19,7 +19,7 @@ from flatfsdp import Precision
 from flatfsdp.compat.transformers.from_config import FromConfig
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.optim import SGD, AdamW
-from flatfsdp.plan.any_model import ModelPlan, plan_model
+from flatfsdp.plan import Job, Model, Parallelism, Plan, plan
 
 BF16 = Precision(compute=torch.bfloat16)
 FP8_WEIGHTS = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
@@ -80,17 +80,11 @@ class Case:
         """A new optimizer."""
         return OPTIMIZERS[self.optimizer](parameters)
 
-    def plan(self, gpus: int) -> ModelPlan:
-        """What `plan_model` says of it."""
-        return plan_model(
-            self.build,
-            self.batches(),
-            gpus=gpus,
-            build_optimizer=self.optimizer_of,
-            recipe=self.recipe,
-            max_norm=None,
-            precision=self.precision,
-        )
+    def plan(self, gpus: int) -> Plan:
+        """What `flatfsdp.plan` says of it."""
+        model = Model(self.build, self.batches(), build_optimizer=self.optimizer_of, max_norm=None)
+        ranks = Parallelism(dp_shard=gpus)
+        return plan(Job(model, ranks, precision=self.precision, recipe=self.recipe))
 
 
 def _llama(layers: int, hidden: int, ffn: int, seq: int, vocab: int) -> dict[str, Any]:

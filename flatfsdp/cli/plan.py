@@ -2,24 +2,40 @@
 
 In:   the options of `examples/pretrain_llama.py`, or a user's own model, and a number of GPUs.
 Out:  a report; exit code 1 if it does not fit.
-Next: `plan_report.py` prints it; `plan_model.py` does so for a user's own model.
+Next: `plan_report.py` prints it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from flatfsdp.cli.console import given, results_console, usage_errors
-from flatfsdp.cli.plan_model import ModelPlanJob, ModelPlanReport, kind_of
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
+from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.models import PRESETS, LlamaConfig
-from flatfsdp.plan import Job, Machine, Parallelism, search
+from flatfsdp.options import GradSync
+from flatfsdp.plan import Job, Machine, Model, Parallelism, search
+from flatfsdp.plan import plan as plan_job
+from flatfsdp.plan.advice import advise
+from flatfsdp.plan.stages import Tracer
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName
+
+_MACHINE = {"machine", "gpu_memory", "gpus_per_host", "link_bandwidth", "network_bandwidth", "as_json"}
+_ANY = {"gpus", "dp_shard", "dp_replicate", "zero", "grad_sync", "checkpoint_layers", "precision"}
+_ANY |= {"microbatches", "fp8_weights", *_MACHINE}
+OPTIONS = {
+    "--model": {"model", "batches", *_ANY},
+    "--hugging-face": {"hugging_face", "fuse", "batch", "seq", *_ANY},
+}
+"""Options that apply to each kind of model; all others describe the Llama of this project."""
 
 
 def plan(
@@ -46,6 +62,12 @@ def plan(
     dp_shard: command_options.DPShard = -1,
     dp_replicate: command_options.DPReplicate = 1,
     zero: command_options.Zero = 3,
+    grad_sync: Annotated[
+        GradSync, typer.Option(help="Reduce gradients in the last microbatch, or in every one.")
+    ] = "last",
+    checkpoint_layers: Annotated[
+        bool, typer.Option("--checkpoint-layers", help="Layers keep their input, and run again in backward.")
+    ] = False,
     precision: command_options.OfProducts = PrecisionName.bf16,
     fp8_weights: command_options.KeepFP8Weights = False,
     fusion: Annotated[Fusion, typer.Option(help="Fusion of weight gradients into FP32.")] = Fusion.fused,
@@ -63,9 +85,6 @@ def plan(
     ] = None,
     fuse: Annotated[
         bool, typer.Option("--fuse", help="With --hugging-face: fused, as flatfsdp.compat.transformers.fuse.")
-    ] = False,
-    checkpoint_layers: Annotated[
-        bool, typer.Option("--checkpoint-layers", help="With --hugging-face: layers run again in backward.")
     ] = False,
     model: Annotated[
         str | None,
@@ -93,12 +112,12 @@ def plan(
 ) -> None:
     """Plan a run: whether a model fits, what each rank sends, how long a step takes.
 
-    No GPU or process group is needed, and no parameter gets memory. Exits with 1 if the plan does not fit.
+    No GPU or process group is needed, and no parameter gets memory. If the plan does not fit, it says what is
+    too large and which changes would help, and exits with 1.
 
     By default it is the Llama of this project, shared over ranks in any way. With [bold]--hugging-face[/bold]
     it is the model of a configuration, and with [bold]--model[/bold] and [bold]--batches[/bold] any model of
-    yours, both sharded over all GPUs. They take --gpus, --microbatches, --zero, --precision, --fp8-weights
-    and the options of the machine; --hugging-face takes --batch and --seq, too.
+    yours, both sharded over all GPUs: neither takes the sizes of a Llama, --tp and --pp.
 
     [bold]Examples[/bold]
 
@@ -124,34 +143,29 @@ def plan(
         )
         if gpus_per_host is not None:
             hosts = replace(hosts, gpus_per_host=gpus_per_host)
-        kind = kind_of(given(context))
-        if kind is not None:
-            brought = ModelPlanJob(gpus, microbatches, zero, precision, fp8_weights, hosts)
-            conclude(
-                brought.own(str(model), str(batches))
-                if hugging_face is None
-                else brought.hugging_face(
-                    hugging_face, batch, seq, fuse=fuse, checkpoint_layers=checkpoint_layers
-                ),
-                as_json,
+        kind = _kind_of(given(context))
+        planned: LlamaConfig | Model
+        if kind == "--hugging-face":
+            assert hugging_face is not None
+            about, planned = _of_configuration(hugging_face, precision, microbatches, batch, seq, fuse)
+        elif kind == "--model":
+            about, planned = (
+                str(model),
+                _of_functions(str(model), str(batches), precision, gpus, microbatches),
             )
-        base = PRESETS[preset] if config is None else LlamaConfig.load(config)
-        sizes = {
-            **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
-            **{"kv_heads": kv_heads, "vocab": vocab, "seq": seq},
-        }
+        else:
+            sizes = {
+                **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
+                **{"kv_heads": kv_heads, "vocab": vocab, "seq": seq},
+            }
+            base = PRESETS[preset] if config is None else LlamaConfig.load(config)
+            given_sizes = {name: size for name, size in sizes.items() if size is not None}
+            about, planned = "", replace(base, **given_sizes)
+        spread: dict[str, Any] = {"pp": pp, "tp": tp, "sequence_parallel": sequence_parallel}
+        spread |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
         job = Job(
-            replace(base, **{name: size for name, size in sizes.items() if size is not None}),
-            Parallelism.over(gpus)
-            if search_layouts
-            else Parallelism.over(
-                gpus,
-                pp=pp,
-                dp_replicate=dp_replicate,
-                dp_shard=dp_shard,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-            ),
+            planned,
+            Parallelism.over(gpus, **({} if search_layouts else spread)),
             batch=batch,
             microbatches=microbatches,
             precision=precision.dtypes(fp8_weights),
@@ -160,21 +174,73 @@ def plan(
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             reshard_after_forward=zero == 3,
+            grad_sync=grad_sync,
+            checkpoint_layers=checkpoint_layers,
         )
         report: PlanReport | SearchReport
-        if search_layouts:
-            if global_batch is None:
-                raise ValueError("--search needs --global-batch, the sequences in a step of all ranks")
-            report = SearchReport(job, hosts, global_batch, search(job, hosts, global_batch, top))
-        else:
-            report = PlanReport.of(job, hosts)
-    conclude(report, as_json)
-
-
-def conclude(report: PlanReport | SearchReport | ModelPlanReport, as_json: bool) -> NoReturn:
-    """Prints the report; ends with its exit code."""
+        try:
+            if search_layouts:
+                if global_batch is None:
+                    raise ValueError("--search needs --global-batch, the sequences in a step of all ranks")
+                found = search(job, hosts, global_batch=global_batch, count=top)
+                report = SearchReport(job, hosts, global_batch, found)
+            else:
+                tracer = Tracer(hosts)
+                result = plan_job(job, hosts, tracer)
+                report = PlanReport(about, result, advise(result, tracer))
+        except NotImplementedError as error:
+            raise ValueError(str(error)) from error
     if as_json:
         print(report.json())
     else:
         report.show(results_console())
     raise typer.Exit(0 if report.fits else 1)
+
+
+def _kind_of(given: Collection[str]) -> str | None:
+    """The kind of model that the command line names, a key of `OPTIONS`; None for our Llama.
+
+    Raises:
+        ValueError: if the options name two kinds, or only half of one, or if one does not apply.
+    """
+    if "hugging_face" in given:
+        kind = "--hugging-face"
+    elif {"model", "batches"} & set(given):
+        kind = "--model"
+        if {"model", "batches"} - set(given):
+            raise ValueError("--model and --batches go together: one builds the model, one yields batches")
+    elif "fuse" in given:
+        raise ValueError("--fuse needs --hugging-face, a configuration to apply it to")
+    else:
+        return None
+    if useless := [name for name in given if name not in OPTIONS[kind]]:
+        raise ValueError(f"--{useless[0].replace('_', '-')} does not apply with {kind}; leave it out")
+    return kind
+
+
+def _of_functions(model: str, batches: str, precision: PrecisionName, gpus: int, count: int) -> Model:
+    """The model that one function builds, with the batches that another one yields.
+
+    Raises:
+        ValueError: if one of the functions does not exist.
+    """
+    build, yielded = function_named(model), function_named(batches)
+    return Model(partial(with_own_layers, build, precision), list(islice(yielded(0, gpus), count)))
+
+
+def _of_configuration(
+    path: Path, precision: PrecisionName, count: int, batch: int, seq: int | None, fuse: bool
+) -> tuple[str, Model]:
+    """The model of a configuration of Hugging Face with random tokens, and both in words.
+
+    Raises:
+        ValueError: if it is not the configuration of a language model.
+    """
+    from flatfsdp.compat.transformers.from_config import FromConfig
+
+    source = FromConfig.load(path, fused=fuse, fp8=precision.recipe is not None)
+    build = source.build if fuse else partial(with_own_layers, source.build, precision)
+    batches = list(source.batches(count, batch, seq or source.longest or 1024))
+    shape = tuple(batches[0]["input_ids"].shape)
+    about = f"{source.architecture}, {shape[0]} x {shape[1]} tokens a microbatch"
+    return about, Model(build, batches)

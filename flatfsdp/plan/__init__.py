@@ -1,27 +1,26 @@
 """Predictions of a training step before anything is built: memory, traffic and time."""
 
 from flatfsdp.comm.parallelism import Parallelism
-from flatfsdp.plan.any_model import ModelPlan, UnitPlan, plan_model
-from flatfsdp.plan.job import Job
+from flatfsdp.plan.advice import Advice, advise
+from flatfsdp.plan.job import Job, Model
 from flatfsdp.plan.machine import Machine
-from flatfsdp.plan.memory import MemoryPlan, memory_plan
-from flatfsdp.plan.search import Candidate, search
-from flatfsdp.plan.time import TimePlan, time_plan
-from flatfsdp.plan.traffic import Sent, sent_by_rank
+from flatfsdp.plan.memory import StepMemory
+from flatfsdp.plan.plan import Plan, plan
+from flatfsdp.plan.search import search
+from flatfsdp.plan.time import Sent, StepTime, UnitPlan
 
 __all__ = [
-    "Candidate",
+    "Advice",
     "Job",
     "Machine",
-    "MemoryPlan",
-    "ModelPlan",
+    "Model",
     "Parallelism",
+    "Plan",
     "Sent",
-    "TimePlan",
+    "StepMemory",
+    "StepTime",
     "UnitPlan",
-    "memory_plan",
-    "plan_model",
+    "advise",
+    "plan",
     "search",
-    "sent_by_rank",
-    "time_plan",
 ]

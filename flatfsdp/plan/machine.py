@@ -2,7 +2,7 @@
 
 In:   nothing, or a JSON file with some of the numbers.
 Out:  a `Machine`.
-Next: `compute.py` and `links.py` divide by these rates.
+Next: `trace/work.py` and `links.py` divide by these rates.
 """
 
 from __future__ import annotations
@@ -47,12 +47,9 @@ class Machine:
         narrow_attention: share of that rate with heads of 64: the mean of pretrain-1b-dp-2.json and
             -tp-2.json.
         memory_bandwidth: bytes per second, read and written, that kernels reach: the median of kernels.json.
-        host_ms_bf16, host_ms_fp8: host time of one layer's forward and backward in one microbatch, inside
-            FlatFSDP: benchmarks/LOG.md, "Host time of a layer", and plan-1b-2.json, the interleaved
-            pipeline.  A faster GPU waits for the host.
-        host_ms_exchange: host time of one collective of tensor-parallel ranks; the same file, TP 2 with FP8.
-        host_us_operator, host_us_kernel: host time in any model to start an operator of PyTorch, or one of
-            our kernels with the layer around it: hf-1b-m8-reshard.json, "flat" and "flat-fused".
+        host_us_operator, host_us_kernel: host time to start an operator of PyTorch, or one of our kernels
+            with the layer around it: hf-1b-m8-reshard.json, "flat" and "flat-fused".  A faster GPU waits.
+        host_us_exchange: host time of one collective of tensor-parallel ranks; plan-1b-2.json, TP 2 with FP8.
         gpus_per_host: number of GPUs connected by NVLink.
         link_bandwidth: bytes per second that one GPU sends through NVLink in collectives;
             collectives-nccl-4.json.
@@ -76,11 +73,9 @@ class Machine:
     attention_ramp: float = 700.0
     narrow_attention: float = 0.8
     memory_bandwidth: float = 3.84e12
-    host_ms_bf16: float = 3.4
-    host_ms_fp8: float = 5.0
-    host_ms_exchange: float = 0.2
     host_us_operator: float = 31.0
     host_us_kernel: float = 150.0
+    host_us_exchange: float = 150.0
     gpus_per_host: int = 8
     link_bandwidth: float = 330e9
     link_latency: float = 20e-6

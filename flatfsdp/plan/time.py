@@ -1,14 +1,14 @@
 """The time of a step: computation, exposed communication, and the pipeline's bubble.
 
-In:   a `Job` and a `Machine`.
-Out:  a `TimePlan` of the slowest pipeline rank.
-Next: `cli/plan.py` prints it; `search.py` compares plans.
+In:   the traced `Stage`s of all pipeline ranks, and a `Machine`.
+Out:  a `StepTime` of the slowest pipeline rank; `UnitPlan`s of a stage.
+Next: `plan.py` puts it beside the memory; `search.py` compares times.
 
 Overlap follows the engine:
 
-    gathers of a layer       run beside the previous layer; exposed are any excess, the root's, and the first
+    gathers of a unit        run beside the unit before; exposed are any excess, the root's, and the first
                              in a forward
-    reductions of a layer    run beside later layers in the last backward; exposed are the root's and the last
+    reductions of a unit     run beside later units in the last backward; exposed are the root's and the last
     tensor-parallel ranks    run beside GEMMs, by a measured share
     pipeline stages          no overlap: torch's schedules wait for what they receive
 
@@ -18,25 +18,75 @@ much communication, planned steps are 6 to 9 % too short.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-from flatfsdp.flat.layout import FlatLayout
+import torch
+
+from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.whole.memory import GroupSizes
 from flatfsdp.models import flops_per_token
-from flatfsdp.plan import compute
-from flatfsdp.plan.activations import between_stages
-from flatfsdp.plan.compute import Passes
-from flatfsdp.plan.job import Job
+from flatfsdp.plan.job import Job, Model
 from flatfsdp.plan.links import Groups
 from flatfsdp.plan.machine import Machine
-from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
-from flatfsdp.plan.traffic import Sent, exchanges_of_layer, gathers, of_stage, of_unit
+from flatfsdp.plan.stages import Stage
+from flatfsdp.plan.trace.places import BACKWARD, FORWARD
+from flatfsdp.plan.trace.step import UnitTrace
+from flatfsdp.plan.trace.work import total
 
 EXCHANGE, PARAMETERS = "waiting for tensor-parallel ranks", "waiting for parameters and gradients"
 STAGES, LAST_REDUCTION = "waiting for other stages", "waiting for the last reduction"
 HOST = "waiting for the host"
 BARE = (EXCHANGE, PARAMETERS, STAGES, LAST_REDUCTION)
 """Lines of exposed communication."""
+
+
+class Sent(NamedTuple):
+    """Bytes that one rank sends in a step.
+
+    Attributes:
+        gather, reduce, all_reduce, tp_all_reduce: parameters and gradients, as in `ByteLedger`.
+        tp_layers: activations and their gradients, inside layers, embedding and head.
+        pp: activations and their gradients, between pipeline stages.
+    """
+
+    gather: int = 0
+    reduce: int = 0
+    all_reduce: int = 0
+    tp_all_reduce: int = 0
+    tp_layers: int = 0
+    pp: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all kinds."""
+        return sum(self)
+
+
+class UnitPlan(NamedTuple):
+    """Memory and time of one unit; bytes and seconds of one rank.
+
+    Attributes:
+        name: empty for the root, which has all that is in no other unit.
+        parameters: elements, of all ranks together.
+        between_steps: bytes of its shards; not of the optimizer.
+        gathered: bytes of its parameters while it computes, with transposed FP8 weights.
+        saved: bytes that its forwards keep for backwards, at the fullest moment of the step.
+        forward, backward: seconds of a GPU in one microbatch.
+        gather, reduce: seconds of one gather of its parameters, and of the reduction of its gradients.
+    """
+
+    name: str
+    parameters: int
+    between_steps: int
+    gathered: int
+    saved: int
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
 
 
 @dataclass(frozen=True)
@@ -47,11 +97,15 @@ class StepTime:
         lines: seconds by kind, which add up to the step.
         communication: all communication of the rank in a step, hidden or not.
         flops: operations of one step on one GPU.
+        tokens: of all ranks in a step; None if they are not known.
+        pp_rank: the slowest pipeline rank, whose lines and communication these are.
     """
 
     lines: dict[str, float]
     communication: float
     flops: float
+    tokens: int | None
+    pp_rank: int
 
     @property
     def seconds(self) -> float:
@@ -69,160 +123,177 @@ class StepTime:
         """The speed of one GPU."""
         return self.flops / self.seconds
 
-
-@dataclass(frozen=True)
-class TimePlan(StepTime):
-    """The time of one step of a Llama; operations by `flops_per_token`.
-
-    Attributes:
-        pp_rank: the slowest pipeline rank, whose lines and communication these are.
-        tokens: of all ranks.
-    """
-
-    pp_rank: int
-    tokens: int
-
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> float | None:
         """The speed of all GPUs."""
-        return self.tokens / self.seconds
+        return None if self.tokens is None else self.tokens / self.seconds
 
 
-def time_plan(job: Job, machine: Machine) -> TimePlan:
-    """Plans the time of one step.
+def sent_by(job: Job, stages: Sequence[Stage]) -> Sent:
+    """Bytes that a pipeline rank with these stages sends."""
+    kinds = {kind: sum(stage.sent(kind) for stage in stages) for kind in Sent._fields[:4]}
+    # Two replicas, as they are traced, send what each of them has, once.
+    kinds["all_reduce"] = 2 * share(kinds["all_reduce"], job.ranks.dp_replicate)
+    exchanged = sum(int(stage.passes.exchanged) for stage in stages) - kinds["tp_all_reduce"]
+    between = sum(map(_boundaries, stages)) * job.between_stages
+    return Sent(**kinds, tp_layers=exchanged, pp=job.microbatches * between)
 
-    Raises:
-        ValueError: if sizes do not divide evenly over the tensor-parallel ranks, or do not suit FP8.
-    """
-    return step_of(job, machine, parts_of(job), layouts_of(job))
+
+def _boundaries(stage: Stage) -> int:
+    return (not stage.part.has_embedding) + (not stage.part.has_head)
 
 
-def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts: Layouts) -> TimePlan:
-    """Plans the time of one step, given the stages of each pipeline rank.
+def step_time(job: Job, ranks: Sequence[Sequence[Stage]], machine: Machine) -> StepTime:
+    """The time of one step, given the stages of each pipeline rank.
 
     A pipeline fills and drains once: while one rank has a microbatch, all others wait; with several stages
     per rank, for a part of a microbatch.
     """
-    groups = Groups.of(job.ranks, machine)
     # Ranks in the middle of a pipeline are equal.
-    different = {tuple(each): RankTime(job, machine, groups, each, layouts) for each in parts}
-    kinds = {each: rank.microbatch() for each, rank in different.items()}
-    seconds = [sum(kinds[tuple(each)].values()) for each in parts]
-    slowest = max(range(len(parts)), key=lambda rank: seconds[rank])
-    own = tuple(parts[slowest])
-    lines = {name: job.microbatches * value for name, value in kinds[own].items()}
-    lines["pipeline bubble"] = (sum(seconds) - seconds[slowest]) / len(own)
-    lines |= different[own].once()
-    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.world
-    return TimePlan(
-        lines={name: value for name, value in lines.items() if value},
-        communication=different[own].communication(),
+    kinds = [tuple((id(stage.trace), *stage.part[1:]) for stage in stages) for stages in ranks]
+    different = dict(zip(kinds, ranks, strict=True))
+    of_kind = {kind: _RankTime(job, machine, stages) for kind, stages in different.items()}
+    of_microbatches = {kind: each.microbatches() for kind, each in of_kind.items()}
+    times, lines = [of_kind[kind] for kind in kinds], [of_microbatches[kind] for kind in kinds]
+    seconds = [sum(each.values()) for each in lines]
+    slowest = max(range(len(ranks)), key=lambda rank: seconds[rank])
+    waits = (sum(seconds) - seconds[slowest]) / job.microbatches / len(ranks[slowest])
+    found = {**lines[slowest], "pipeline bubble": waits, **times[slowest].once()}
+    if isinstance(job.model, Model) or job.tokens is None:
+        flops = times[0].flops
+    else:
+        # What a checkpoint computes twice does not count.
+        flops = flops_per_token(job.model) * job.tokens / job.ranks.world
+    return StepTime(
+        lines={name: value for name, value in found.items() if value},
+        communication=times[slowest].communication(),
         flops=flops,
+        tokens=job.tokens,
         pp_rank=slowest,
-        tokens=job.step_tokens,
     )
 
 
-@dataclass(frozen=True)
-class RankTime:
-    """Times of one pipeline rank."""
+class _RankTime:
+    """Times of one pipeline rank, in a step."""
 
-    job: Job
-    machine: Machine
-    groups: Groups
-    parts: Sequence[Part]
-    layouts: Layouts
+    def __init__(self, job: Job, machine: Machine, stages: Sequence[Stage]) -> None:
+        self._job, self._machine, self._stages = job, machine, stages
+        self._groups = Groups.of(job.ranks, machine)
+        self._units = [unit_plans(job, stage, machine) for stage in stages]
+        self._passes = total(stage.passes for stage in stages)
+        self._sent = sent_by(job, stages)
 
-    # ---- one microbatch ---------------------------------------------------------------------------------
+    @property
+    def flops(self) -> float:
+        """Operations of a step."""
+        return self._passes.flops
 
-    def microbatch(self) -> dict[str, float]:
-        """Seconds by kind of forward and backward through all of the rank's stages, averaged over a step."""
-        layer = compute.layer(self.job, self.machine)
-        layers = sum(part.layers for part in self.parts)
-        ends = [compute.head(self.job, self.machine)] * sum(part.has_head for part in self.parts)
-        ends += [compute.embedding(self.job, self.machine)] * sum(part.has_embedding for part in self.parts)
-        passes = [layer] * layers + ends
-        exchanged = (1 - self.machine.hidden_exchange) * self._exchanged()
-        bare = self._bare(layer)
-        busy = sum(each.forward.seconds + each.backward.seconds for each in passes) + exchanged + bare
+    def microbatches(self) -> dict[str, float]:
+        """Seconds by kind of all forwards and backwards."""
+        passes, machine = self._passes, self._machine
+        exchanged = (1 - machine.hidden_exchange) * self._exchanged()
+        parameters = sum(map(self._bare, self._units))
+        host = (
+            machine.host_us_operator * passes.operators
+            + machine.host_us_kernel * passes.kernels
+            + machine.host_us_exchange * passes.exchanges
+        ) / 1e6
         return {
-            "gemms": sum(each.forward.gemms + each.backward.gemms for each in passes),
-            "attention": sum(each.forward.attention + each.backward.attention for each in passes),
-            "memory-bound": sum(each.forward.memory + each.backward.memory for each in passes),
+            "gemms": passes.gemms,
+            "attention": passes.attention,
+            "memory-bound": passes.memory,
             EXCHANGE: exchanged,
-            PARAMETERS: bare,
+            PARAMETERS: parameters,
             STAGES: self._transfers(),
-            HOST: max(0.0, layers * self._host_seconds() - busy),
+            HOST: max(0.0, host - passes.seconds - exchanged - parameters),
         }
-
-    def _host_seconds(self) -> float:
-        """Host time of one layer."""
-        machine = self.machine
-        own = machine.host_ms_fp8 if self.job.is_fp8 else machine.host_ms_bf16
-        return (own + exchanges_of_layer(self.job) * machine.host_ms_exchange) / 1e3
-
-    def _exchanged(self) -> float:
-        """Seconds of tensor-parallel communication in one microbatch."""
-        exchanges = exchanges_of_layer(self.job)
-        if not exchanges:
-            return 0.0
-        sent = sum(sum(of_stage(part, self.job)) for part in self.parts)
-        calls = sum(part.layers for part in self.parts) * exchanges
-        return calls * self.groups.tp.seconds(sent / calls)
-
-    def _transfers(self) -> float:
-        """Seconds of receiving activations in forward and gradients in backward."""
-        if self.job.ranks.pp == 1:
-            return 0.0
-        ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
-        return ends * self.groups.pp.seconds(between_stages(self.job))
-
-    def _bare(self, layer: Passes) -> float:
-        """Exposed seconds of gathers and reductions, averaged over a step's microbatches."""
-        frees, count = self.job.reshard_after_forward, self.job.microbatches
-        gather, reduce = self._gather(self.layouts.layer), self._reduce(self.layouts.layer)
-        forward, backward = layer.forward.seconds, layer.backward.seconds
-        layers = sum(part.layers for part in self.parts)
-        roots = sum(self._gather(self.layouts.units(part)[0]) for part in self.parts)
-        first = roots + len(self.parts) * gather + (layers - len(self.parts)) * max(0.0, gather - forward)
-        again = layers * max(0.0, gather - backward)
-        # In the last backward a layer's gather goes first.  Nothing follows the last layer: `once` counts it.
-        last = (layers - 1) * max(0.0, reduce - max(0.0, backward - (gather if frees else 0.0)))
-        return (first + again if frees else first / count) + last / count
-
-    # ---- once a step ------------------------------------------------------------------------------------
 
     def once(self) -> dict[str, float]:
         """Seconds of the reductions after the last backward, and of the optimizer."""
-        roots = [self.layouts.units(part)[0] for part in self.parts]
-        units = [unit for part in self.parts for unit in self.layouts.units(part)]
+        inner = self._units[0][1:]
+        roots = sum(units[0].reduce for units in self._units)
         return {
-            LAST_REDUCTION: self._reduce(roots[0]) + self._reduce(self.layouts.layer),
-            "optimizer": compute.optimizer(units, self.job, self.machine),
+            LAST_REDUCTION: roots + (inner[0].reduce if inner else 0.0),
+            "optimizer": sum(stage.trace.optimizer.seconds for stage in self._stages),
         }
 
     def communication(self) -> float:
-        """Seconds of all communication in a step."""
-        times, layers = gathers(self.job), sum(part.layers for part in self.parts)
-        layer, roots = self.layouts.layer, [self.layouts.units(part)[0] for part in self.parts]
-        return (
-            self.job.microbatches * (self._exchanged() + self._transfers())
-            + layers * (times.layer * self._gather(layer) + self._reduce(layer))
-            + sum(times.root * self._gather(root) + self._reduce(root) for root in roots)
+        """Seconds of all communication."""
+        count = self._job.microbatches
+        reductions = count if self._job.grad_sync == "every" else 1
+        roots, layers = (count, 2 * count) if self._job.reshard_after_forward else (1, 1)
+        parameters = sum(
+            (layers if unit.name else roots) * unit.gather + reductions * unit.reduce
+            for units in self._units
+            for unit in units
+        )
+        return self._exchanged() + self._transfers() + parameters
+
+    def _exchanged(self) -> float:
+        calls = self._passes.exchanges
+        return calls * self._groups.tp.seconds(self._sent.tp_layers / calls) if calls else 0.0
+
+    def _transfers(self) -> float:
+        """Seconds of receiving activations in forward and gradients in backward."""
+        one = self._groups.pp.seconds(self._job.between_stages)
+        return self._job.microbatches * sum(map(_boundaries, self._stages)) * one
+
+    def _bare(self, units: Sequence[UnitPlan]) -> float:
+        """Exposed seconds of gathers and reductions of a stage."""
+        frees, count = self._job.reshard_after_forward, self._job.microbatches
+        root, *inner = units
+        first = root.gather + (inner[0].gather if inner else 0.0)
+        first += sum(max(0.0, b.gather - a.forward) for a, b in pairwise(inner))
+        again = sum(max(0.0, a.gather - b.backward) for a, b in pairwise(inner))
+        # In the last backward a unit's gather goes first.  Nothing follows the last one: `once` counts it.
+        last = sum(
+            max(0.0, b.reduce - max(0.0, a.backward - (a.gather if frees else 0.0)))
+            for a, b in pairwise(inner)
+        )
+        reductions = count if self._job.grad_sync == "every" else 1
+        return (count * (first + again) if frees else first) + reductions * last
+
+
+def unit_plans(
+    job: Job, stage: Stage, machine: Machine, saved: Mapping[str, int] | None = None
+) -> list[UnitPlan]:
+    """The units of a stage.
+
+    Args:
+        saved: bytes that their forwards have made, by name.
+    """
+    groups, ranks, dtype = Groups.of(job.ranks, machine), job.ranks, job.dtypes.reduce
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def planned(unit: UnitTrace) -> UnitPlan:
+        flat = _nbytes(unit.sizes, "flat buffer")
+        gradients = [sizes["main_grad"] for sizes in unit.sizes if "main_grad" in sizes]
+        numel = sum(each.numel for each in gradients)
+        partial = sum(each.numel for each in gradients if each.placement is Placement.PARTIAL)
+        own, own_partial = numel // ranks.dp_shard, partial // ranks.dp_shard
+        return UnitPlan(
+            name=stage.name_of(unit.name),
+            parameters=unit.parameters,
+            between_steps=_nbytes(unit.sizes, "master shard") + _nbytes(unit.sizes, "compute shard"),
+            gathered=flat + _nbytes(unit.sizes, "transposed weights"),
+            saved=(saved or {}).get(unit.name, 0),
+            forward=stage.load(FORWARD, unit).seconds / job.microbatches,
+            backward=stage.load(BACKWARD, unit).seconds / job.microbatches,
+            gather=groups.dp_shard.seconds(share(flat, ranks.dp_shard)),
+            reduce=groups.dp_shard.seconds(share(numel * dtype.itemsize, ranks.dp_shard))
+            + groups.dp_replicate.seconds(2 * share(own * dtype.itemsize, ranks.dp_replicate))
+            + groups.tp.seconds(2 * share(own_partial * wide.itemsize, ranks.tp)),
         )
 
-    # ---- collectives of one unit ------------------------------------------------------------------------
+    distinct = {id(unit): unit for unit in stage.trace.units}
+    plans = {key: planned(unit) for key, unit in distinct.items()}
+    return [plans[id(unit)] for unit in stage.trace.units]
 
-    def _sent(self, unit: Sequence[FlatLayout]) -> Sent:
-        return of_unit(unit, self.job, times=1)
 
-    def _gather(self, unit: Sequence[FlatLayout]) -> float:
-        return self.groups.dp_shard.seconds(self._sent(unit).gather)
+def _nbytes(groups: Sequence[GroupSizes], buffer: str) -> int:
+    return sum(sizes[buffer].nbytes for sizes in groups if buffer in sizes)
 
-    def _reduce(self, unit: Sequence[FlatLayout]) -> float:
-        sent, groups = self._sent(unit), self.groups
-        return (
-            groups.dp_shard.seconds(sent.reduce)
-            + groups.dp_replicate.seconds(sent.all_reduce)
-            + groups.tp.seconds(sent.tp_all_reduce)
-        )
+
+def share(nbytes: int, ranks: int) -> int:
+    """Bytes that a rank sends in an all-gather or a reduce-scatter of `nbytes`."""
+    return nbytes * (ranks - 1) // ranks

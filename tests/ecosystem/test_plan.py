@@ -16,8 +16,7 @@ from flatfsdp.compat.transformers.from_config import FromConfig
 from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.options import Precision
-from flatfsdp.plan import Machine
-from flatfsdp.plan.any_model import ModelPlan, plan_model
+from flatfsdp.plan import Job, Machine, Model, Parallelism, Plan, plan
 from tests.support.plan_command import check_refused, run
 from tests.support.programs import run_benchmark
 from tests.support.published import PAGES, results, rows
@@ -56,11 +55,11 @@ def folder_of(architecture: str, tmp_path: Path) -> Path:
 def test_families_are_planned_from_their_configuration(architecture: str, tmp_path: Path) -> None:
     source = FromConfig.load(folder_of(architecture, tmp_path))
     batches = list(source.batches(2, 3, 16))
-    plan = plan_model(source.build, batches, gpus=2, precision=BF16)
+    found = plan(Job(Model(source.build, batches), Parallelism(dp_shard=2), precision=BF16))
     built = source.build()
     assert type(built).__name__ == architecture
     assert {parameter.dtype for parameter in built.parameters()} == {torch.float32}
-    assert plan.parameters == sum(parameter.numel() for parameter in built.parameters())
+    assert found.parameters == sum(parameter.numel() for parameter in built.parameters())
     assert built(**batches[0]).loss.isfinite()
 
 
@@ -70,7 +69,7 @@ def test_layers_that_are_checkpointed_or_fused_are_planned_so(tmp_path: Path) ->
     ).save_pretrained(tmp_path)
     folder = tmp_path
     plain, checkpointed, fused = (
-        plan_model(source.build, list(source.batches(1, 64, 32)), gpus=1, precision=BF16)
+        plan(Job(Model(source.build, list(source.batches(1, 64, 32))), Parallelism(), precision=BF16))
         for source in (
             FromConfig.load(folder),
             FromConfig.load(folder / "config.json", checkpointed=True),
@@ -183,7 +182,7 @@ ENGINES = {"flat": (False, False), "flat-fused": (True, False), "flat-fused-fp8"
 """Fused, and FP8."""
 
 
-def planned_hf(file: str, engine: str) -> ModelPlan:
+def planned_hf(file: str, engine: str) -> Plan:
     """The plan of what `benchmarks/hf.py` has measured."""
     found = results(file)
     sizes = found.get("config") or found["job"]["config"]
@@ -199,14 +198,10 @@ def planned_hf(file: str, engine: str) -> ModelPlan:
     )
     fused, fp8 = ENGINES[engine]
     source = FromConfig(config, fused=fused, fp8=fp8)
-    return plan_model(
-        source.build,
-        list(source.batches(found["job"]["microbatches"], 1, sizes["seq"])),
-        gpus=found["ranks"],
-        recipe=DelayedScaling(amax_history_len=16) if fp8 else None,
-        precision=FP8 if fp8 else BF16,
-        max_norm=None,
-    )
+    batches = list(source.batches(found["job"]["microbatches"], 1, sizes["seq"]))
+    recipe = DelayedScaling(amax_history_len=16) if fp8 else None
+    model, ranks = Model(source.build, batches, max_norm=None), Parallelism(dp_shard=found["ranks"])
+    return plan(Job(model, ranks, precision=FP8 if fp8 else BF16, recipe=recipe))
 
 
 @pytest.mark.parametrize(
@@ -217,9 +212,9 @@ def planned_hf(file: str, engine: str) -> ModelPlan:
     ],
 )
 def test_llamas_over_two_gpus(file: str, engine: str) -> None:
-    plan, measured = planned_hf(file, engine), rows(file)[engine]
-    assert plan.memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.03)
-    assert 1e3 * plan.time.seconds == pytest.approx(measured["ms"], rel=0.15)
+    found, measured = planned_hf(file, engine), rows(file)[engine]
+    assert found.memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.03)
+    assert 1e3 * found.time.seconds == pytest.approx(measured["ms"], rel=0.15)
 
 
 MODELS = [row["name"] for row in results("plan-models-1.json")["rows"]]
@@ -228,8 +223,8 @@ MODELS = [row["name"] for row in results("plan-models-1.json")["rows"]]
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_one_gpu(name: str, benchmarks: Callable[[str], Any]) -> None:
     cases = benchmarks("lib.plan_cases").CASES
-    plan, measured = cases[name].plan(1), rows("plan-models-1.json")[name]
-    peak, ms = plan.memory.peak / GIB, 1e3 * plan.time.seconds
+    found, measured = cases[name].plan(1), rows("plan-models-1.json")[name]
+    peak, ms = found.memory.peak / GIB, 1e3 * found.time.seconds
     # Other versions of transformers may keep a little more or less.
     assert peak == pytest.approx(measured["peak_gib"], rel=0.03)
     if name.startswith("llama-8b"):
@@ -252,6 +247,7 @@ def test_a_machine_that_is_twice_as_fast_needs_half_the_time() -> None:
     own = Machine()
     fast = Machine(bf16_flops=2 * own.bf16_flops, fp32_flops=2 * own.fp32_flops)
     batches = list(source.batches(1, 1, 32))
-    slow, quick = (plan_model(source.build, batches, gpus=1, machine=each) for each in (own, fast))
+    job = Job(Model(source.build, batches), Parallelism())
+    slow, quick = (plan(job, each) for each in (own, fast))
     assert quick.time.lines["gemms"] == pytest.approx(slow.time.lines["gemms"] / 2)
     assert quick.memory == slow.memory

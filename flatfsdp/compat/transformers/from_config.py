@@ -2,7 +2,7 @@
 
 In:   `config.json` of a Hugging Face model, or the configuration itself; nothing is downloaded.
 Out:  a `FromConfig`, which builds the model and its batches.
-Next: `flatfsdp.plan.plan_model`, or training on random tokens.
+Next: `flatfsdp.plan.Model`, or training on random tokens.
 """
 
 from __future__ import annotations

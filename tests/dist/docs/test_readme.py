@@ -407,12 +407,18 @@ def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def planned_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = run_alone(BLOCKS[name])["plan"]
+    plan = run_alone(BLOCKS[name])["found"]
     assert plan.parameters == 3 * sum(
         each.numel() for each in nn.TransformerEncoderLayer(1024, 16).parameters()
     )
     assert plan.fits and plan.sent.total > 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(plan.units) == 5
+
+
+def planned_llama(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])["found"]
+    assert found.fits and found.job.ranks.tp == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
@@ -440,7 +446,8 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
     "# my_model.py": own_model,
-    "plan = plan_model(": planned_model,
+    "found = plan(Job(model": planned_model,
+    "advise(found)": planned_llama,
     "docs/huggingface.md": huggingface_guide,
     "docs/tutorial.md": tutorial,
     "docs/peft.md": peft_guide,

@@ -1,7 +1,7 @@
 """The plan beside measurements on H200s, from the committed results, and the sources of its numbers.
 
-Bytes between steps are exact.  Peaks were within 1 % if units are the package's own, and 4 to 5 % too high in
-`step.py`, where the embedding is a unit; single layers were within 5 %, steps 18 % too short to 4 % too
+Bytes between steps are exact.  Peaks were within 0.4 % if units are the package's own, and 4 to 5 % too high
+in `step.py`, where the embedding is a unit; single layers were within 5 %, steps 15 % too short to 7 % too
 long.  Tests leave room for new measurements.
 """
 
@@ -22,11 +22,11 @@ from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
 from flatfsdp.options import Precision
-from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan
-from flatfsdp.plan.links import Groups
-from flatfsdp.plan.memory import MemoryPlan, fullest
-from flatfsdp.plan.parts import Part, layouts_of, parts_of
-from flatfsdp.plan.time import RankTime, TimePlan, step_of
+from flatfsdp.plan import Job, Machine, Parallelism, StepMemory, StepTime, plan
+from flatfsdp.plan.job import Part
+from flatfsdp.plan.memory import memory_of
+from flatfsdp.plan.stages import Tracer
+from flatfsdp.plan.time import HOST, LAST_REDUCTION, step_time
 from flatfsdp.profiling import ATTENTION, COMMUNICATION, breakdown
 from tests.support.published import PAGES, RESULTS, results, rows
 
@@ -48,20 +48,23 @@ STEPS = {
     "step-70b-l2-s1k-m16-keep-fp8.json": (
         replace(PRESETS["70b"], layers=2, seq=1024),
         False,
-        [[Part(2, False, False)]],
+        Part(range(2), has_embedding=False, has_head=False),
     ),
 }
 
 
-def planned_step(file: str, engine: str) -> tuple[MemoryPlan, TimePlan]:
-    model, frees, parts = STEPS[file]
+def planned_step(file: str, engine: str) -> tuple[StepMemory, StepTime]:
+    model, frees, part = STEPS[file]
     told = results(file)["job"]
     ranks = Parallelism.over(results(file)["ranks"])
     precision, recipe = PRECISIONS[engine]
     run = {"microbatches": told["microbatches"], "reshard_after_forward": frees}
     job = Job(model, ranks, precision=precision, recipe=recipe, **run)
-    layouts, parts = layouts_of(job), parts or parts_of(job)
-    return fullest(job, parts, layouts), step_of(job, H200, parts, layouts)
+    if part is None:
+        found = plan(job)
+        return found.memory, found.time
+    stages = [Tracer(H200).stage(job, part)]
+    return memory_of(job, 0, stages, H200), step_time(job, [stages], H200)
 
 
 @pytest.mark.parametrize("file", STEPS)
@@ -69,7 +72,8 @@ def planned_step(file: str, engine: str) -> tuple[MemoryPlan, TimePlan]:
 def test_steps(file: str, engine: str) -> None:
     measured, frees = rows(file)[engine], STEPS[file][1]
     memory, time = planned_step(file, engine)
-    assert memory.between_steps / GIB == pytest.approx(measured["runs"][0]["reported_gib"], rel=1e-9)
+    reported = sum(line.nbytes for line in memory.static if not line.note)
+    assert reported / GIB == pytest.approx(measured["runs"][0]["reported_gib"], rel=1e-7)
     assert memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.15)
     assert 1e3 * time.seconds == pytest.approx(measured["ms"], rel=0.2)
     if frees:
@@ -90,11 +94,11 @@ def layouts(benchmarks: Callable[[str], Any]) -> dict[str, Job]:
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_over_two_gpus(name: str, layouts: dict[str, Job]) -> None:
     job, measured = layouts[name], rows("plan-1b-2.json")[name]
-    memory = memory_plan(job)
-    # FP8 layers have further states.
-    assert memory.between_steps / GIB == pytest.approx(max(measured["static_gib"]), rel=0.01)
-    assert memory.peak / GIB == pytest.approx(max(measured["peak_gib"]), rel=0.03)
-    assert 1e3 * time_plan(job, H200).seconds == pytest.approx(measured["ms"], rel=0.2)
+    found = plan(job)
+    # Workspaces of cuBLAS were there before all but the first layout.
+    assert found.memory.between_steps / GIB == pytest.approx(max(measured["static_gib"]), rel=0.01)
+    assert found.memory.peak / GIB == pytest.approx(max(measured["peak_gib"]), rel=0.01)
+    assert 1e3 * found.time.seconds == pytest.approx(measured["ms"], rel=0.2)
 
 
 def test_the_readmes_table(layouts: dict[str, Job]) -> None:
@@ -107,7 +111,7 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
         percent = " / ".join(f"{100 * (a / b - 1):+.{of_percent}f}" for a, b in pairs)
         yield re.sub(r"[+-]0\.0", "0.0", percent) + " %"
 
-    def line(plans: list[tuple[MemoryPlan, TimePlan]], found: list[Any], of_percent: int) -> str:
+    def line(plans: list[tuple[StepMemory, StepTime]], found: list[Any], of_percent: int) -> str:
         peaks, measured_peaks = (
             [memory.peak / GIB for memory, _ in plans],
             [max(row["peak_gib"]) for row in found],
@@ -118,10 +122,11 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
 
     lines = []
     for name, job in layouts.items():
-        lines.append(line([(memory_plan(job), time_plan(job, H200))], [rows("plan-1b-2.json")[name]], 1))
+        found = plan(job)
+        lines.append(line([(found.memory, found.time)], [rows("plan-1b-2.json")[name]], 1))
     for file, engines in product(STEPS, (["flat-bf16-fused"], ["flat-fp8-delayed", "flat-fp8-current"])):
-        found = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]
-        lines.append(line([planned_step(file, name) for name in engines], found, 0))
+        measured = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]
+        lines.append(line([planned_step(file, name) for name in engines], measured, 0))
     assert not (missing := [each for each in lines if each not in PAGES]), "".join(missing)
 
 
@@ -139,8 +144,8 @@ def test_traced_steps(file: str, ranks: Parallelism) -> None:
     assert found is not None
     config = replace(PRESETS["1b"], seq=4096)
     job = Job(config, ranks, batch=4, microbatches=4, precision=FP8, recipe=DelayedScaling())
-    lines = step_of(job, H200, parts_of(job), layouts_of(job)).lines
-    lines.pop("waiting for the host", None)
+    lines = plan(job).time.lines
+    lines.pop(HOST, None)
     assert 1e3 * sum(lines.values()) == pytest.approx(found.step_ms - found.gaps_ms, rel=0.1)
 
 
@@ -162,9 +167,11 @@ def test_layers_over_tensor_parallel_ranks(shape: str, split: str, dtype: str) -
     precision, recipe = (FP8, DelayedScaling()) if dtype == "fp8" else (BF16, None)
     # Weights are cast once, and gradients added to others, as in one of many microbatches.
     job = Job(replace(PRESETS[shape], layers=1), ranks, microbatches=1000, precision=precision, recipe=recipe)
-    layer = RankTime(job, H200, Groups.of(ranks, H200), [Part(1, False, False)], layouts_of(job))
+    layer = Tracer(H200).stage(job, Part(range(1), has_embedding=False, has_head=False))
+    lines = step_time(job, [[layer]], H200).lines
+    seconds = sum(each for name, each in lines.items() if name not in (LAST_REDUCTION, "optimizer"))
     measured = rows(f"tensor-parallel-{shape}-2.json")[f"flat-{dtype}-{split}"]["ms"]
-    assert 1e3 * sum(layer.microbatch().values()) == pytest.approx(measured, rel=0.1)
+    assert seconds == pytest.approx(measured, rel=0.1)
 
 
 # -- where the numbers come from -------------------------------------------------------------------------

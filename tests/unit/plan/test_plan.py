@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS
 from flatfsdp.options import Precision
-from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, search, time_plan
+from flatfsdp.plan import Job, Machine, Model, Parallelism, advise, plan, search
 from flatfsdp.plan.links import Group
 from tests.support.plan_command import check_refused, run
 
@@ -47,12 +48,46 @@ def test_tables_add_up_and_say_whether_it_fits() -> None:
     assert sum(report["seconds"].values()) * 1e3 == pytest.approx(report["ms"])
 
 
-def test_too_small_a_gpu_ends_with_1() -> None:
-    options = ("--preset", "8b", "--gpus", "4")
-    assert planned(*options)["fits"]
-    result = run(*options, "--gpu-memory", "40")
+def test_what_is_too_large_and_what_would_help_is_said() -> None:
+    options = ("--preset", "1b", "--gpus", "4", "--microbatches", "4", "--gpu-memory", "22")
+    report = planned(*options)
+    assert not report["fits"] and list(report["too_large"]) == ["activations"]
+    advice = {"; ".join(each["changes"]): each for each in report["advice"]}
+    often, checkpoint = 'reduce gradients in every microbatch: grad_sync="every"', "activation checkpointing"
+    assert advice[often]["peak_gib"] < 0.95 * report["peak_gib"]
+    assert all(each["peak_gib"] < 0.95 * report["peak_gib"] for each in report["advice"])
+    fits = [each["fits"] for each in report["advice"]]
+    assert fits == sorted(fits, reverse=True) and any(fits)
+    # What it says of a change is what a plan with the change says.
+    changed = planned(*options, "--grad-sync", "every")
+    assert (changed["peak_gib"], changed["ms"]) == (advice[often]["peak_gib"], advice[often]["ms"])
+    result = run(*options)
     assert result.exit_code == 1
-    assert "DOES NOT FIT" in result.output
+    for words in (
+        "DOES NOT FIT",
+        "GiB too much on one rank, at the backward: activations",
+        often,
+        checkpoint,
+    ):
+        assert words in result.output
+    assert planned(*options[:-1], "40")["advice"] == []
+
+
+def test_several_changes_are_offered_if_none_is_enough() -> None:
+    found = plan(Job(PRESETS["70b"], Parallelism(dp_shard=64), microbatches=8))
+    best, *others = advise(found)
+    assert len(best.changes) == 2 and best.plan.fits
+    assert best.plan.job.grad_sync == "every" and best.plan.job.checkpoint_layers
+    assert [line.name for line in found.excess] == ["main_grad", "activations"]
+    # More GPUs would not help: gradients and activations are not sharded.
+    assert {each.plan.job.ranks.world for each in others} == {64}
+    split = next(each.plan.job for each in others if each.plan.job.ranks.tp > 1)
+    assert split.ranks.dp * split.microbatches == 64 * 8
+
+
+def test_a_pipeline_names_the_rank_that_is_too_full() -> None:
+    ranks = ("--gpus", "4", "--pp", "4", "--microbatches", "4", "--gpu-memory", "20")
+    assert "on a rank of pipeline rank 0" in run("--preset", "1b", *ranks).output
 
 
 def test_names_of_verify_mean_the_same() -> None:
@@ -70,9 +105,7 @@ def test_machines_come_from_a_file_and_from_options(tmp_path: Path) -> None:
     slower.write_text(json.dumps({"name": "half", "bf16_flops": 345e12, "link_bandwidth": 100e9}))
     default, half = planned("--gpus", "4"), planned("--gpus", "4", "--machine", str(slower))
     assert half["machine"]["name"] == "half"
-    gradients = 8.03e9 * 4 / 3.84e12  # written, which takes the same time
-    both = [each["seconds"]["gemms"] - gradients for each in (half, default)]
-    assert both[0] == pytest.approx(2 * both[1], rel=0.01)
+    assert half["seconds"]["gemms"] == pytest.approx(2 * default["seconds"]["gemms"])
     fast = planned("--gpus", "4", "--machine", str(slower), "--link-bandwidth", "330")
     assert (
         fast["seconds"]["waiting for parameters and gradients"]
@@ -137,27 +170,46 @@ def test_what_does_not_go_together_is_said(options: str, message: str) -> None:
 def test_search_over_thousands_of_gpus_takes_seconds() -> None:
     job = Job(PRESETS["70b"], Parallelism.over(8192), precision=FP8, recipe=DelayedScaling())
     start = time.process_time()
-    found = search(job, Machine(), global_batch=8192, count=5)
-    assert time.process_time() - start < 15  # about two
-    seconds = [each.time.seconds for each in found]
-    assert seconds == sorted(seconds) and len(found) == 5
-    for each in found:
-        ranks = each.job.ranks
-        assert ranks.world == ranks.tp * ranks.pp * ranks.dp == 8192
-        assert each.job.batch * each.job.microbatches * ranks.dp == 8192
-        assert each.memory.peak <= Machine().usable_memory()
-        assert each.memory == memory_plan(each.job) and each.time == time_plan(each.job, Machine())
+    (found,) = search(job, global_batch=8192, count=1)
+    assert time.process_time() - start < 60  # about ten
+    ranks = found.job.ranks
+    assert ranks.world == ranks.tp * ranks.pp * ranks.dp == 8192
+    assert found.job.batch * found.job.microbatches * ranks.dp == 8192
+    assert found.fits and plan(found.job) == found
 
 
 def test_search_passes_over_sizes_that_fp8_cannot_have() -> None:
     """8160 is 510 times 16: two ranks can have half of it, but four no quarter."""
-    options = ("--search", "--global-batch", "64", "--precision", "fp8-delayed", "--top", "9", "--ffn")
+    options = (
+        "--layers",
+        "2",
+        "--top",
+        "1",
+        "--search",
+        "--global-batch",
+        "64",
+        "--precision",
+        "fp8-delayed",
+        "--ffn",
+    )
     assert {each["ranks"]["tp"] for each in planned(*options, "8160")["found"]} <= {1, 2}
     check_refused("in_features is 8168", *options, "8168")
 
 
 def test_a_table_of_layouts() -> None:
-    options = ("--search", "--global-batch", "64", "--gpus", "16", "--preset", "8b", "--top", "3")
+    options = (
+        "--search",
+        "--global-batch",
+        "64",
+        "--gpus",
+        "16",
+        "--preset",
+        "8b",
+        "--layers",
+        "4",
+        "--top",
+        "3",
+    )
     assert "tp 2 + SP" in run(*options).output or "dp_shard 16" in run(*options).output
     found = planned(*options)["found"]
     assert len(found) == 3
@@ -169,8 +221,18 @@ def test_a_table_of_layouts() -> None:
 def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool) -> None:
     """With few tokens next to nothing is hidden."""
     model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Parallelism.over(8)
-    share = time_plan(Job(model, ranks, reshard_after_forward=frees), Machine()).hidden_share
+    share = plan(Job(model, ranks, reshard_after_forward=frees)).time.hidden_share
     assert share is not None and -1e-9 < share < 0.1
+
+
+def test_what_a_job_cannot_be_is_refused() -> None:
+    model = Model(lambda: nn.Linear(2, 2), [torch.zeros(2)])
+    with pytest.raises(ValueError, match="is for a LlamaConfig"):
+        Job(model, Parallelism(tp=2))
+    with pytest.raises(ValueError, match="a pipeline reduces gradients once a step"):
+        Job(PRESETS["1b"], Parallelism(pp=2), microbatches=2, grad_sync="every")
+    with pytest.raises(ValueError, match="search finds ranks for a LlamaConfig"):
+        search(Job(model, Parallelism()), global_batch=1)
 
 
 def test_groups_share_a_network_by_how_they_lie_in_hosts() -> None:

@@ -1,4 +1,4 @@
-"""`plan_model`: the step that it counts, against the plan of our Llama, PyTorch's own counts, and by hand."""
+"""Plans of any model: the step that is counted, against PyTorch's own counts, and by hand."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.llama import Llama
 from flatfsdp.optim import AdamW
-from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, sent_by_rank, time_plan
-from flatfsdp.plan.any_model import ModelPlan, plan_model
+from flatfsdp.plan import Job, Model, Parallelism, Plan, plan
 
 BF16 = Precision(compute=torch.bfloat16)
 FP8 = replace(BF16, fp8_weights=CurrentScaling())
@@ -34,50 +33,46 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return out.float().square().mean()
 
 
-def planned(model: nn.Module, batch: Tensor, times: int = 1, **options: Any) -> ModelPlan:
-    return plan_model(lambda: model, [batch] * times, loss=mean_square, **{"gpus": 1, **options})
+OF_A_JOB = ("precision", "recipe", "reshard_after_forward", "grad_sync", "checkpoint_layers")
 
 
-def lines(plan: ModelPlan) -> dict[str, int]:
+def plan_model(build: Any, batches: Any, *, gpus: int = 1, **options: Any) -> Plan:
+    of_job = {name: options.pop(name) for name in OF_A_JOB if name in options}
+    return plan(Job(Model(build, batches, **options), Parallelism(dp_shard=gpus), **of_job))
+
+
+def planned(model: nn.Module, batch: Tensor, times: int = 1, **options: Any) -> Plan:
+    return plan_model(lambda: model, [batch] * times, loss=mean_square, **options)
+
+
+def lines(plan: Plan) -> dict[str, int]:
     return {line.name: line.nbytes for line in (*plan.memory.static, *plan.memory.passing)}
 
 
-# -- a second opinion: the plan of our own Llama ---------------------------------------------------------
+# -- a second opinion: our own Llama, as a job and as anybody's model -------------------------------------
 
 LLAMA = LlamaConfig(8, 512, 1024, heads=8, kv_heads=4, vocab=8192, seq=1024)
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 @pytest.mark.parametrize(
     ("precision", "recipe"), [(BF16, None), (FP8, DelayedScaling())], ids=["bf16", "fp8"]
 )
-def test_a_llama_takes_what_its_own_plan_says(
-    precision: Precision, recipe: Recipe | None, reshard: bool
-) -> None:
-    job = Job(LLAMA, Parallelism(dp_shard=4), 4, 3, precision, recipe, reshard_after_forward=reshard)
+def test_a_llama_is_planned_as_any_model(precision: Precision, recipe: Recipe | None) -> None:
+    own = plan(Job(LLAMA, Parallelism(dp_shard=4), 4, 3, precision, recipe))
     ids = torch.zeros(4, LLAMA.seq, dtype=torch.long)
-    plan = plan_model(
+    other = plan_model(
         lambda: Llama(LLAMA, recipe=recipe, fuse_wgrad_accumulation=True),
         [(ids, ids)] * 3,
         gpus=4,
         policy=by_class(TransformerLayer),
         precision=precision,
-        reshard_after_forward=reshard,
     )
-    memory, found = memory_plan(job), lines(plan)
-    for line in (*memory.static, *memory.passing):
-        if line.name in ("master shard, float32", "compute shard, bfloat16", "main_grad"):
-            assert found[line.name] == line.nbytes
-    steps_of_adamw = 4 * 3 * len(plan.units)
-    expected = next(line.nbytes for line in memory.static if line.name.startswith("optimizer state"))
-    assert 0 < found["optimizer state, float32"] - expected <= steps_of_adamw
-    assert plan.memory.peak - Machine().workspaces == pytest.approx(memory.peak, rel=0.03)
-    assert plan.sent == sent_by_rank(job)[0]
-    time, own = time_plan(job, Machine()), plan.time
-    assert own.flops == time.flops
-    assert own.communication == pytest.approx(time.communication, rel=0.02)
-    for name in ("attention", "waiting for the last reduction"):
-        assert own.lines[name] == pytest.approx(time.lines[name], rel=0.01)
+    # Scales of FP8 layers that are not traced are in blocks of their own.
+    assert other.memory.peak == pytest.approx(own.memory.peak, abs=8192)
+    assert other.sent == own.sent and other.units == own.units
+    assert other.time.flops == own.time.flops
+    # The rate of FP8 products is that of the recipe, which any model has around it.
+    assert other.time.lines == own.time.lines
 
 
 # -- by hand ---------------------------------------------------------------------------------------------
@@ -216,9 +211,9 @@ def test_microbatches_that_are_alike_are_not_all_run() -> None:
             plan_model(build, batches, gpus=4, loss=loss, policy=by_class(nn.Linear), precision=BF16)
         )
         counts.append(calls)
-    assert counts == [3 * 3, 3 * 6]
+    assert counts == [1 + 3, 1 + 6]
     alike, different = plans
-    assert alike.microbatches == 6 and alike.memory == different.memory and alike.sent == different.sent
+    assert alike.job.microbatches == 6 and alike.memory == different.memory and alike.sent == different.sent
     assert alike.time.flops == pytest.approx(different.time.flops, rel=1e-12)
     assert alike.time.lines == pytest.approx(different.time.lines, rel=1e-12)
 
@@ -296,10 +291,9 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without a loss"):
         plan_model(lambda: MLP(8, 1), [torch.zeros(2, 8)], gpus=1)
     for wrong, words in (
-        ({"gpus": 0}, "gpus is 0"),
-        ({"gpus": 2.5}, "gpus is 2.5"),
-        ({"cpu_offload": True}, "leave cpu_offload out"),
-        ({"device": "cpu"}, "leave device out"),
+        ({"gpus": 0}, "dp_shard is 0"),
+        ({"options": {"cpu_offload": True}}, "leave cpu_offload out"),
+        ({"options": {"device": "cpu"}}, "leave device out"),
     ):
         with pytest.raises(ValueError, match=words):
             planned(MLP(8, 1), torch.zeros(2, 8), **wrong)

@@ -39,13 +39,15 @@ class StepPlaces:
 
     Args:
         units: all units but the root.
+        went: called after each move.
 
     Attributes:
         now: the place.
     """
 
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+    def __init__(self, units: Mapping[str, nn.Module], went: Callable[[], None]) -> None:
         self.now = StepPlace("", FORWARD)
+        self._went = went
         self._running: list[str] = []
         for name, unit in units.items():
             unit.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args))
@@ -54,23 +56,28 @@ class StepPlaces:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Context of a phase of the root; units that run inside have places of their own."""
-        before, self.now = self.now, StepPlace("", phase)
+        before = self.now
+        self._go("", phase)
         try:
             yield
         finally:
-            self.now = before
+            self._go(*before)
+
+    def _go(self, unit: str, phase: str) -> None:
+        self.now = StepPlace(unit, phase)
+        self._went()
 
     def _enter(self, name: str, args: Any) -> None:
         # A checkpoint runs forwards again, in backward.
         if self.now.phase == FORWARD:
             self._running.append(name)
-            self.now = StepPlace(name, FORWARD)
+            self._go(name, FORWARD)
             map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._end, name)), args)
 
     def _leave(self, name: str, out: Any) -> None:
         if self.now.phase == FORWARD:
             self._running.pop()
-            self.now = StepPlace(self._running[-1] if self._running else "", FORWARD)
+            self._go(self._running[-1] if self._running else "", FORWARD)
             map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._begin, name)), out)
 
     def _at_gradient(self, tensor: Tensor, call: Callable[[Tensor], None]) -> Tensor:
@@ -79,9 +86,9 @@ class StepPlaces:
         return tensor
 
     def _begin(self, name: str, _: Tensor) -> None:
-        self.now = StepPlace(name, BACKWARD)
+        self._go(name, BACKWARD)
 
     def _end(self, name: str, _: Tensor) -> None:
         # What one unit was given may be what another one returned, whose backward has begun just now.
         if self.now.unit == name:
-            self.now = StepPlace("", BACKWARD)
+            self._go("", BACKWARD)

@@ -12,10 +12,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp.flat.nested import tensors_in
-from flatfsdp.plan.any_model.conditions import Conditions
-from flatfsdp.plan.any_model.live_memory import LiveMemory
-from flatfsdp.plan.any_model.places import StepPlace, StepPlaces
-from flatfsdp.plan.any_model.work import StepWork
+from flatfsdp.plan.trace.conditions import Conditions
+from flatfsdp.plan.trace.live_memory import LiveMemory
+from flatfsdp.plan.trace.places import StepPlace, StepPlaces
+from flatfsdp.plan.trace.work import StepWork
 
 _BUILDING = StepPlace("", "build")
 
