@@ -83,6 +83,7 @@ class Tracer:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._found: dict[tuple[Any, ...], Layered] = {}
+        self._jobs: dict[Job, list[list[Stage]]] = {}
 
     def stages(self, job: Job) -> list[list[Stage]]:
         """The stages of each pipeline rank.
@@ -93,8 +94,10 @@ class Tracer:
             ValueError: as `shard`; if sizes do not divide evenly over ranks, or do not suit FP8; if the model
                 returns no loss.
         """
-        job.require_sizes()
-        return [[self.stage(job, part) for part in parts] for parts in job.parts]
+        if job not in self._jobs:
+            job.require_sizes()
+            self._jobs[job] = [[self.stage(job, part) for part in parts] for parts in job.parts]
+        return self._jobs[job]
 
     def stage(self, job: Job, part: Part) -> Stage:
         """One stage; arguments and errors are those of `stages`."""
