@@ -109,7 +109,7 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[Ranks, Ranks]:
     if mesh.ndim > 2:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
     if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in mesh, which has ranks {mesh.mesh.tolist()}")
+        raise ValueError(f"rank {dist.get_rank()} is not in mesh, ranks {mesh.mesh.tolist()}; pass its own")
     if mesh.ndim == 1:
         return Ranks.of(mesh.get_group()), ALONE
     # A dimension of one rank needs no communicator.

@@ -74,7 +74,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         if under_torchrun() and self.ranks not in (None, int(os.environ["WORLD_SIZE"])):
-            raise ValueError(f"--ranks is {self.ranks}, torchrun's {os.environ['WORLD_SIZE']}; leave it out")
+            started = os.environ["WORLD_SIZE"]
+            raise ValueError(f"--ranks is {self.ranks}, but torchrun has started {started}; leave it out")
         if self.world < 1:
             raise ValueError(f"ranks is {self.world}; it must be at least 1")
         gpus = torch.cuda.device_count()

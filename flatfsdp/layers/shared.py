@@ -62,7 +62,8 @@ class Shared(nn.Module):
         split = [layer for layer in layers if layer._parallel.ranks.size > 1]
         if ranks.size > 1 and not split:
             raise ValueError(
-                f"{type(self).__name__} was made whole, for one; pass tp_size={ranks.size} to the constructor"
+                f"{type(self).__name__} was made for one rank, and the group has {ranks.size}; pass "
+                f"tp_size={ranks.size} to the constructor"
             )
         for layer in split:
             layer._check_group(ranks)

@@ -74,12 +74,18 @@ _IGNORED = _each(
 )
 """Arguments that we do not have, and whose value never matters."""
 
+_OVERLAPS = _each(
+    "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad",
+    "use tp_overlap=True, which needs no buffers of its own, or leave it out",
+)
+
 _DEFAULTS: Mapping[str, object] = {
     "attention_type": "self",
     "layer_type": "encoder",
     "softmax_type": "vanilla",
     "core_attention_bias_type": "no_bias",
     "rotary_percent": 1.0,
+    "drop_path_rate": 0.0,
     "num_splits": 1,
 }
 """Transformer Engine's defaults other than None and False, of arguments that we do not have."""
@@ -89,10 +95,8 @@ _INSTEAD: Mapping[str, str] = {
     **_each("attention_type layer_type softmax_type rotary_percent num_splits save_original_input"),
     **_each("return_max_logit symmetric_ar_type activation_params bottom_right_diagonal drop_path_rate"),
     **_each("fp8_output seq_len_interpolation_factor pretrained_max_position_embeddings"),
-    **_each(
-        "ub_tp_comm_overlap ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad",
-        "use tp_overlap=True, which needs no buffers of its own, or leave it out",
-    ),
+    **_OVERLAPS,
+    "ub_tp_comm_overlap": _OVERLAPS["ub_overlap_ag"],
     "return_layernorm_output_gathered": "gather it, or leave sequence parallelism out",
     "cp_group": "context parallelism is not supported: leave it out",
     "encoder_output": "cross-attention and decoder layers are not supported",
@@ -140,6 +144,9 @@ def takes_te_call_arguments(forward: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "qkv_format" in kwargs and kwargs.pop("qkv_format") is not None:
+            # Not in the table, as the constructor has it.
+            raise ValueError(f"{layer}.forward: pass qkv_format to the constructor")
         return forward(*args, **_ours(f"{layer}.forward", kwargs))
 
     return call
@@ -155,7 +162,9 @@ def _ours(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     # Almost every forward has none, and a copy of the arguments would cost host time in each.
     if not theirs:
         return kwargs
-    for name in theirs - _IGNORED.keys():
+    # The layers inside of a TransformerLayer would read these only where ub_tp_comm_overlap is True.
+    ignored = _IGNORED.keys() | (_OVERLAPS.keys() if what == "TransformerLayer" else set())
+    for name in theirs - ignored:
         value = kwargs[name]
         if _changes(value, _DEFAULTS.get(name)):
             shown = "..." if isinstance(value, Tensor) else repr(value)
@@ -171,5 +180,8 @@ def _changes(value: Any, default: Any) -> bool:
     if isinstance(value, dist.ProcessGroup):
         # A group of one rank shares nothing.
         return value.size() > 1
-    # `==` of a tensor would compare its elements.
-    return isinstance(value, Tensor) or value not in (None, False, default)
+    if isinstance(value, Tensor):
+        # `==` would compare its elements.
+        return True
+    # Not by `==`, which takes 0 for False.
+    return value is not None and value is not False and value != default

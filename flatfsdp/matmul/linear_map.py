@@ -87,7 +87,7 @@ class DelayedWgrads:
         """
         if not self._wgrads[name]:
             raise RuntimeError(
-                f"{name}: no backward has left one; call backward_dw() once for each call of the layer"
+                f"{name}: no backward has left a weight gradient; call backward_dw() once after each backward"
             )
         grad = self._wgrads[name].popleft()()
         if grad is not None:

@@ -129,7 +129,7 @@ class LlamaPipeline:
         # All arguments but those in which stages may differ, so that none is forgotten.
         arguments = {
             name: value
-            for name, value in locals().items()
+            for name, value in {**locals()}.items()
             if name not in ("self", "config", "mesh", "device", "fsdp_options")
         }
         _check_same(config, mesh, **arguments, timeout=fsdp_options.get("timeout", DEFAULT_TIMEOUT))
@@ -259,7 +259,7 @@ class LlamaPipeline:
         """Checks the batches before any rank sends anything."""
         if len(batches) != self.microbatches:
             raise ValueError(
-                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches} microbatches"
+                f"there are {len(batches)} batches, and {self.microbatches} microbatches; pass one for each"
             )
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
@@ -305,7 +305,7 @@ def _check_tokens(
             raise ValueError(f"{name} is {count}; it must be positive")
     if config.seq % sequence_ranks:
         raise ValueError(
-            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally"
+            f"seq is {config.seq}; choose a multiple of the {sequence_ranks} tensor-parallel ranks"
         )
     if recipe is not None and batch * config.seq % ALIGNMENT:
         raise ValueError(f"{batch} x {config.seq} tokens in a microbatch: FP8 needs multiples of {ALIGNMENT}")

@@ -81,7 +81,7 @@ class Updated:
 
     @property
     def place(self) -> tuple[object, int]:
-        """Identity of the model and the shard's number in it, if these are views of a shard of one."""
+        """Model and number of the shard that these are local shards of; (None, 0) for ordinary parameters."""
         return None, 0
 
     def due(self) -> Due | None:

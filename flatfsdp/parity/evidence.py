@@ -78,6 +78,12 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
         parameters[name] = Kept(parameter.detach().cpu(), shape, first)
         for key, value in trained.optimizer.state.get(parameter, {}).items():
             state[f"{name}.{key}"] = Kept(torch.as_tensor(value).detach().cpu(), shape, first)
+    for prefix, group in named_groups(trained.model):
+        # Empty local shards have no elements to compare, but an optimizer counts steps for them as well.
+        states = (trained.optimizer.state.get(parameter, {}) for parameter in group.master.parameters)
+        steps = [torch.as_tensor(each["step"]).detach().cpu() for each in states if "step" in each]
+        if steps:
+            state[f"{prefix}{group.flat_name}.step"] = Kept(torch.stack(steps).unique())
     # Buffers of the model's own, such as running statistics, under their original names.
     for prefix, module in prefixed_modules(trained.model):
         for name, buffer in module.named_buffers(recurse=False):

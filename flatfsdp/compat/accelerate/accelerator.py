@@ -337,7 +337,9 @@ class FlatAccelerator(Accelerator):
         first = saved[0][0]
         self._meet(first, "load_state")
         with raising_on_all(first):
-            if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            if input_dir is None:
+                if not self.project_configuration.automatic_checkpoint_naming:
+                    raise ValueError("load_state needs a folder, as automatic_checkpoint_naming is off")
                 input_dir = states.newest(Path(self.project_dir) / "checkpoints")
         folder = self._same_folder(input_dir, "load_state")
         mark = on_first_rank(first, states.mark_of, folder, len(saved))

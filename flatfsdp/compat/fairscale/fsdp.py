@@ -28,7 +28,7 @@ from flatfsdp.engine.api.wrapper import FlatFSDP
 from flatfsdp.engine.build.build_unit import parameters_to_take
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.engine.whole.full_params import state_dict_gathering, state_dicts_gathered
-from flatfsdp.engine.whole.units import root_of, units_in
+from flatfsdp.engine.whole.units import distinct_units, root_of
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.options import Gathering, Options
@@ -449,7 +449,8 @@ class FullyShardedDataParallel(FlatFSDP):
     def local_metadata_dict(self) -> dict[str, Any]:
         """Metadata of this rank for `consolidate_shard_weights`, as plain JSON values."""
         metadata = checkpoint.local_metadata(self)
-        for prefix, unit in units_in(self):
+        # Once each: a unit with two paths is listed under the first one.
+        for unit, prefix in distinct_units(self).items():
             for group in unit.fsdp_state.groups:
                 about = metadata["shards"][f"{prefix}{group.flat_name}"]
                 about["no_broadcast_optim_state"] = saved_states.is_uncollected(unit, self._unit)

@@ -2,7 +2,6 @@
 
 fabric.py    FlatFSDPStrategy for `Fabric(strategy=...)`
 trainer.py   FlatFSDPStrategy for `Trainer(strategy=...)`
-shared.py    checks and checkpoint folders of both
 """
 
 from flatfsdp.compat.lightning.fabric import Fabric, FlatFSDPStrategy

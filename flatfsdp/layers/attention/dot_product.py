@@ -164,9 +164,10 @@ class DotProductAttention(WithoutExtraState, Shared):
     ) -> Tensor | None:
         """The mask of visible keys, or None where the backends need none."""
         batch, heads, queries, keys = (*query.shape[:3], key.shape[2])
-        ranks, every = self._parallel.ranks, (self._parallel.ranks.size * heads,)
-        if attention_mask is not None and ranks.size > 1 and attention_mask.shape[1:-2] == every:
-            # It has four dimensions, and the heads of all ranks.
+        ranks = self._parallel.ranks
+        has_heads = attention_mask is not None and attention_mask.dim() == 4
+        if attention_mask is not None and has_heads and attention_mask.shape[1] == ranks.size * heads:
+            # Those of all ranks.
             attention_mask = attention_mask.chunk(ranks.size, 1)[ranks.rank]
         mask = visible_keys(attention_mask, mask_type, (batch, heads, queries, keys))
         if window == UNLIMITED or (mask is None and window == CAUSAL):

@@ -72,7 +72,9 @@ def visible_keys(
     whole = (shape[0], 1, 1, shape[3]) if attn_mask_type != "arbitrary" else shape
     sizes = tuple(attention_mask.shape)
     if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):
-        raise ValueError(f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or ones")
+        raise ValueError(
+            f"attention_mask has shape {sizes}; {attn_mask_type!r} needs {whole}, or 1 for any size"
+        )
     return attention_mask.logical_not()
 
 

@@ -54,5 +54,5 @@ def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert Launch().world == 4
-    with pytest.raises(ValueError, match="torchrun's 4"):
+    with pytest.raises(ValueError, match="torchrun has started 4"):
         Launch(ranks=2)

@@ -125,7 +125,7 @@ def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
     pipeline = LlamaPipeline(sizes, mesh, microbatches=2, batch=1)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     for run in (pipeline.forward_backward, pipeline.evaluate):
-        with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
+        with pytest.raises(ValueError, match="there are 3 batches, and 2 microbatches"):
             run([(tokens, tokens)] * 3)
         for other in (tokens[:, :8], torch.cat([tokens, tokens]), tokens[0]):
             with pytest.raises(ValueError, match=r"the pipeline was made for \(1, 16\)"):
@@ -144,7 +144,7 @@ def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LlamaPipeline(replace(sizes, **other), mesh, microbatches=2, batch=1, recipe=CurrentScaling())
-    with pytest.raises(ValueError, match="seq is 15, which 2 tensor-parallel ranks cannot share equally"):
+    with pytest.raises(ValueError, match="seq is 15; choose a multiple of 2"):
         LlamaPipeline(
             replace(sizes, seq=15), make_mesh(tp=2), microbatches=2, batch=1, sequence_parallel=True
         )

@@ -337,7 +337,7 @@ def test_a_wrong_mesh_is_named_before_anything_is_sent(rank: int) -> None:
     ]
     if rank == 1:
         alone = DeviceMesh("cpu", [0], _init_backend=False)
-        cases.append((alone, ValueError, r"rank 1 is not in mesh, which has ranks \[0\]"))
+        cases.append((alone, ValueError, r"rank 1 is not in mesh, ranks \[0\]"))
     for mesh, error, message in cases:
         with pytest.raises(error, match=message):
             build(mesh=mesh)

@@ -99,7 +99,7 @@ def test_groups_that_do_not_fit(rank: int) -> None:
     for size, group, message in (
         (2, alone, "tp_size is 2, and tp_group has 1 ranks"),
         (4, dist.group.WORLD, "tp_size is 4, and tp_group has 2 ranks"),
-        (1, dist.group.WORLD, "made whole, for one; pass tp_size=2"),
+        (1, dist.group.WORLD, "made for one rank, and the group has 2; pass tp_size=2"),
     ):
         with pytest.raises(ValueError, match=message):
             Linear(WIDTH, 48, parallel_mode="column", tp_size=size).set_tensor_parallel_group(group)

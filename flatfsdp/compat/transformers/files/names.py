@@ -51,7 +51,7 @@ class FileNames:
         prefixes = dict(_prefixes_in_files(self.base, prefix))
         self.parameters = []
         for (group, slot), keys in keys_of_slots(model).items():
-            split = ((key[: key.rfind(".") + 1], key.rpartition(".")[2]) for key in keys)
+            split = ((path + dot, name) for path, dot, name in (key.rpartition(".") for key in keys))
             names = tuple(dict.fromkeys(prefixes[own] + name for own, name in split if own in prefixes))
             if names:
                 self.parameters.append(FileParameter(group, slot, names))
