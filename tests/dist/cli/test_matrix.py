@@ -144,7 +144,7 @@ def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LlamaPipeline(replace(sizes, **other), mesh, microbatches=2, batch=1, recipe=CurrentScaling())
-    with pytest.raises(ValueError, match="seq is 15; choose a multiple of 2"):
+    with pytest.raises(ValueError, match="seq is 15; choose a multiple of the 2"):
         LlamaPipeline(
             replace(sizes, seq=15), make_mesh(tp=2), microbatches=2, batch=1, sequence_parallel=True
         )

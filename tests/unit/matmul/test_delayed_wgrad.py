@@ -102,7 +102,7 @@ def test_one_call_for_each_call_of_the_layer() -> None:
     torch.autograd.grad(layer(x.requires_grad_()).sum(), x)
     layer.backward_dw()
     layer.backward_dw()
-    with pytest.raises(RuntimeError, match=r"once for each call of the layer"):
+    with pytest.raises(RuntimeError, match=r"once after each backward"):
         layer.backward_dw()
 
 
