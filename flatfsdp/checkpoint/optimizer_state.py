@@ -79,7 +79,6 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {local_shard.parameter for _, master in masters for local_shard in master.local_shards}
     problem: Exception | None = None
-    state_of: dict[nn.Parameter, SlotState] = {}
     try:
         # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
         if {p for p in group_of if p.requires_grad or p in owned} != owned:
@@ -87,7 +86,9 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
                 "the optimizer's parameters are not the shards of this model; once it is sharded, build it "
                 "from model.parameters(), or flatfsdp.param_groups(model, ...), with parts without elements"
             )
-        state_of = {parameter: _slot_state(optimizer, parameter, group_of[parameter]) for parameter in owned}
+        for parameter in owned:
+            # Raises for what cannot be saved, before any collective.
+            _slot_state(optimizer, parameter, group_of[parameter])
     except (ValueError, TypeError) as error:
         problem = error
     states: dict[str, SlotState] = {}
@@ -95,7 +96,10 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     for prefix, master in masters:
         own = [
             {
-                prefix + piece.slot.name: state_of[local_shard.parameter]
+                # Each name has tensors of its own: who loads the state counts steps in them.
+                prefix + piece.slot.name: _slot_state(
+                    optimizer, local_shard.parameter, group_of[local_shard.parameter]
+                )
                 for piece in pieces_in(master, local_shard)
             }
             for local_shard in (master.local_shards if problem is None else ())
@@ -263,7 +267,8 @@ def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]
     if names and not any(names.intersection(group["params"]) for group in saved):
         return own
     raise ValueError(
-        f"no saved parameter group contains all of this optimizer's group {index} ({own['params'][:3]}...); "
+        f"no saved parameter group contains all of this optimizer's group {index} "
+        f"({', '.join(own['params'][:3])}, ...); "
         "cut groups as they were saved, and parameters that were frozen then into groups of their own"
     )
 

@@ -131,7 +131,7 @@ class Writer(dcp.FileSystemWriter):
             # Instead of torch's own error, which is about positions in an archive.
             refusal = next((file.error for file in files if file.error), error)
             if isinstance(refusal, OSError) and refusal.errno is not None:
-                raise OSError(refusal.errno, refusal.strerror, str(self.path)) from None
+                raise OSError(refusal.errno, refusal.strerror, refusal.filename or str(self.path)) from None
             raise
         finally:
             files.clear()

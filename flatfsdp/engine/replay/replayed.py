@@ -331,7 +331,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
-                "an argument of a replayed microbatch requires a gradient, which none computes; detach it"
+                "an argument of a replayed microbatch requires a gradient; replays compute none: detach it"
             )
         tensors.append(value)
         return value.shape, value.dtype

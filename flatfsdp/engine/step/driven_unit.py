@@ -178,7 +178,7 @@ class DrivenUnit(Unit):
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
                     raise RuntimeError(
-                        f"unit {self.name} returned a parameter of its own, freed now; return its .clone()"
+                        f"unit {self.name} returned a parameter of its own, or a view, freed now: .clone() it"
                     )
             self.reshard()
         return outputs

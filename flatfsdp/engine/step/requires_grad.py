@@ -49,7 +49,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
         if group.compute_shard.is_cast_once_a_load:
             raise RuntimeError(
                 f"unit {group.name} was sharded with frozen weights that it stores in FP8 and casts once a "
-                "load; to train them, freeze them after sharding, or leave out Precision(fp8_weights=...)"
+                "load; to train them, shard first and freeze then, or leave out Precision(fp8_weights=...)"
             )
         # It is trained for the first time; what is built frozen has no memory for gradients.
         group.open_main_grad()

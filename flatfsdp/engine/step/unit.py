@@ -63,12 +63,14 @@ class DerivedWeights:
     @torch.no_grad()
     def restore(self) -> None:
         """Fills the freed ones with what they held; the weights are gathered."""
-        saved, self._freed = _alive(self._freed), []
-        for references, again in saved:
+        self._freed = _alive(self._freed)
+        # One by one: if one fails, such as for lack of memory, the others are still known as freed.
+        while self._freed:
+            references, again = self._freed[0]
             for reference, value in zip(references, again(), strict=True):
                 if (tensor := reference()) is not None:
                     tensor.data = value
-        self._there += saved
+            self._there.append(self._freed.pop(0))
 
 
 def _alive(saved: list[_Saved]) -> list[_Saved]:

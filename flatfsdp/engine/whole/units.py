@@ -85,7 +85,8 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
         for what, mine in settings[0].items():
             if own[what] != mine:
                 raise ValueError(
-                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}"
+                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}; "
+                    "pass the same to both"
                 )
     return Root(units, number)
 
@@ -153,7 +154,9 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     for stage in stages_of(model):
         if not (found := distinct_units(stage)):
             raise ValueError(f"{type(stage).__name__} contains no unit of FlatFSDP; shard or wrap it first")
-        units |= found
+        for unit, prefix in found.items():
+            # A unit of two stages has its first name.
+            units.setdefault(unit, prefix)
     for unit in units:
         root_of(unit)
     return [(prefix, group) for unit, prefix in units.items() for group in unit.fsdp_state.groups]

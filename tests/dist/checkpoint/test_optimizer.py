@@ -70,8 +70,8 @@ def test_training_goes_on_as_if_never_stopped() -> None:
 
 
 @on_ranks(1, 2)
-def test_every_portion_counts_its_own_steps() -> None:
-    """One state for several portions: each counts its own steps, and what was saved stays as it was."""
+def test_every_local_shard_counts_its_own_steps() -> None:
+    """One state for several local shards: each counts its own steps, and what was saved stays as it was."""
     model, other = build(0), build(1)
     optimizer, resumed = adamw(model, False), adamw(other, True)
     step(model, optimizer, 0)

@@ -1,4 +1,4 @@
-"""`flatfsdp.optim` over sharded models: clipping over all ranks, portions, checkpoints by original names."""
+"""`flatfsdp.optim` over sharded models: clipping over all ranks, parts, checkpoints by original names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_clipping_in_the_step_is_clipping_before_it(rank: int, world_size: int, 
 
 
 @on_ranks(3)
-def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) -> None:
+def test_local_shards_and_units_with_ranks_of_their_own(rank: int, world_size: int) -> None:
     """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
     net, plain = (plain_net(partial(Net, 2)) for _ in range(2))
     net.blocks[0] = shard(net.blocks[0], mesh=replicating())

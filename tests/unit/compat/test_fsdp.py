@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import param_groups
+from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.compat.fairscale import FSDP, TrainingState, get_fsdp_instances
 from flatfsdp.engine.whole.units import named_groups
 
@@ -304,3 +305,13 @@ def test_instances() -> None:
 def test_a_parameter_belongs_to_one_unit() -> None:
     with pytest.raises(NotImplementedError, match="contains all modules that share it"):
         model().append_shared_param(nn.Parameter(torch.zeros(2)))
+
+
+def test_names_of_one_flat_parameter_count_their_own_steps() -> None:
+    """A plain optimizer keeps the tensors that it loads, and counts in them."""
+    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    states = full_optimizer_state_dict(model, optimizer)["state"]
+    assert len(states) == 4 and len({id(state["step"]) for state in states.values()}) == 4

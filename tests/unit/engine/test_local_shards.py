@@ -49,7 +49,7 @@ def test_all_ranks_together_have_each_parameter_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 9])
-def test_starts_ascend_and_portions_are_disjoint(size: int) -> None:
+def test_starts_ascend_and_local_shards_are_disjoint(size: int) -> None:
     for rank in range(size):
         master, local_shards = local_shards_of(rank, size)
         edges = [edge for _, start, stop in local_shards for edge in (start, stop)]
