@@ -147,9 +147,9 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
         for group in root.groups:
             # Gathered, for all that is known: nothing waits for the event of a gather that never runs.
             group.become(group.state.facts())
-        root.forget_forward()
-        # Also where gradients are off around the microbatch, which may turn them on inside.
-        root.abandon_step()
+        # The whole step, also where gradients are off around the microbatch, which may turn them on inside.
+        with torch.enable_grad():
+            root.fail_forward()
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
