@@ -31,7 +31,7 @@ from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
-from flatfsdp.checkpoint.optimizer_state import pieces_in
+from flatfsdp.checkpoint.optimizer_state import with_pieces
 from flatfsdp.checkpoint.saving import save
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
@@ -311,10 +311,9 @@ def _without_infinity(magnitudes: Mapping[str, float]) -> set[str]:
 def _parts(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
     for prefix, group in named_groups(model):
         flat = group.master.flat.detach()
-        for local_shard in group.master.local_shards:
-            parameter, first, _ = local_shard
+        for (parameter, first, _), pieces in with_pieces(group.master):
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for piece in pieces_in(group.master, local_shard):
+            for piece in pieces:
                 name, start = prefix + piece.slot.name, piece.shard_offset
                 stop = start + piece.stop - piece.start
                 yield name, flat[start:stop]

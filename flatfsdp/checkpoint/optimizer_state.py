@@ -8,7 +8,8 @@ Next: `full.py` joins the shards to whole tensors, `sharded.py` leaves them apar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {local_shard.parameter for _, master in masters for local_shard in master.local_shards}
     problem: Exception | None = None
+    state_of: dict[nn.Parameter, SlotState] = {}
     try:
         # `model.parameters()` lists frozen parameters, too, for which an optimizer has no state.
         if {p for p in group_of if p.requires_grad or p in owned} != owned:
@@ -86,9 +88,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
                 "the optimizer's parameters are not the shards of this model; once it is sharded, build it "
                 "from model.parameters(), or flatfsdp.param_groups(model, ...), with parts without elements"
             )
-        for parameter in owned:
-            # Raises for what cannot be saved, before any collective.
-            _slot_state(optimizer, parameter, group_of[parameter])
+        state_of = {parameter: _slot_state(optimizer, parameter, group_of[parameter]) for parameter in owned}
     except (ValueError, TypeError) as error:
         problem = error
     states: dict[str, SlotState] = {}
@@ -97,12 +97,10 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
         own = [
             {
                 # Each name has tensors of its own: who loads the state counts steps in them.
-                prefix + piece.slot.name: _slot_state(
-                    optimizer, local_shard.parameter, group_of[local_shard.parameter]
-                )
-                for piece in pieces_in(master, local_shard)
+                prefix + piece.slot.name: deepcopy(state_of[local_shard.parameter])
+                for piece in pieces
             }
-            for local_shard in (master.local_shards if problem is None else ())
+            for local_shard, pieces in (with_pieces(master) if problem is None else ())
         ]
         for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
             if their_problem is not None:
@@ -244,10 +242,13 @@ def loadable_state(
     for prefix, master in masters:
         dtypes = element_dtypes(prefix, master, states)
         shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in dtypes.items()}
-        for local_shard in master.local_shards:
-            state[numbers[local_shard.parameter]] = _local_shard_state(
-                prefix, master, local_shard, states, shards
-            )
+        for local_shard, pieces in with_pieces(master):
+            names = [prefix + piece.slot.name for piece in pieces]
+            if not names and _is_all(local_shard, master):
+                # A shard of padding alone counts steps, too.
+                names = [prefix + slot.name for slot in master.layout.slots]
+            own = states.get(names[0]) if names else None
+            state[numbers[local_shard.parameter]] = _local_shard_state(master, local_shard, own, shards)
     groups = [
         {**saved, "params": [numbers[p] for p in group["params"]]}
         for saved, group in zip(options, optimizer.param_groups, strict=True)
@@ -310,18 +311,11 @@ def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
 
 
 def _local_shard_state(
-    prefix: str,
-    master: MasterShard,
-    local_shard: LocalShard,
-    states: dict[str, SlotState],
-    shards: dict[str, Tensor],
+    master: MasterShard, local_shard: LocalShard, state: SlotState | None, shards: dict[str, Tensor]
 ) -> dict[str, Any]:
-    whole = _is_all(local_shard, master)
-    # A shard of padding alone counts steps, too.
-    slots = [piece.slot for piece in pieces_in(master, local_shard)] or (master.layout.slots if whole else ())
-    state = states.get(prefix + slots[0].name) if slots else None
     if state is None:
         return {}
+    whole = _is_all(local_shard, master)
     # Copies: the optimizer keeps the tensors, and the state may be used again.
     values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.values.items()}
     elements = {
@@ -331,8 +325,13 @@ def _local_shard_state(
     return {**values, **elements}
 
 
-def pieces_in(master: MasterShard, local_shard: LocalShard) -> list[Piece]:
-    """The pieces of parameters that a local shard of this rank's shard holds."""
-    ranks = master.grid.shard
-    pieces = master.layout.pieces(ranks.rank, ranks.size)
-    return [piece for piece in pieces if local_shard.start <= piece.shard_offset < local_shard.stop]
+def with_pieces(master: MasterShard) -> Iterator[tuple[LocalShard, list[Piece]]]:
+    """Yields the local shards of this rank, each with the pieces of parameters that it holds."""
+    layout, ranks = master.layout, master.grid.shard
+    if not master.is_divided:
+        yield master.local_shards[0], layout.pieces(ranks.rank, ranks.size)
+        return
+    # One a slot: a search among all pieces for each would be a square of their number.
+    for local_shard, slot in zip(master.local_shards, layout.slots, strict=True):
+        piece = layout.piece(slot, ranks.rank, ranks.size)
+        yield local_shard, [] if piece is None else [piece]
