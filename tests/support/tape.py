@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
-from flatfsdp.engine.replay.facts import Surroundings
 from flatfsdp.engine.replay.graphs import RandomMoves
+from flatfsdp.engine.replay.preconditions import Surroundings
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.torch_private import uses_of_memory

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.facts import Facts, Surroundings, facts_of
 from flatfsdp.engine.replay.graphs import Graphs, RandomMoves
+from flatfsdp.engine.replay.preconditions import Facts, Surroundings, facts_of
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling

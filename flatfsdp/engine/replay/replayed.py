@@ -2,7 +2,7 @@
 
 In:   a sharded model, and a function that runs forward and backward of one microbatch.
 Out:  a function that computes the same bits, in a fraction of the host's time.
-Next: `recording.py` records; `facts.py` tells when a recording is stale.
+Next: `recording.py` records; `preconditions.py` tells when a recording is stale.
 
     eager, twice --> recorded, and run --> replayed ... --> replayed
                                  facts changed: eager again --^
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.replay.facts import Facts, Surroundings
 from flatfsdp.engine.replay.graphs import Graphs, RandomMoves, graphs_on
+from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad

@@ -1,4 +1,4 @@
-"""Facts that a recording depends on besides its inputs: if one changes, it must not be replayed.
+"""Preconditions of a replay: the facts besides its inputs that a recording takes for granted.
 
 In:   a model between two microbatches.
 Out:  `Facts`, equal as long as a replay computes what an eager microbatch would.
