@@ -117,3 +117,19 @@ def test_values_for_what_is_no_model_of_transformers(rank: int) -> None:
     model.append(nn.Linear(8, 8, device="meta"))
     with pytest.raises(ValueError, match=r"Linear was not there when init_weights_of"):
         shard(model, policy_of(model), device="cpu", param_init_fn=init)
+
+
+@on_ranks(2)
+def test_values_of_modules_around_the_model(rank: int) -> None:
+    def around(*others: nn.Module) -> Any:
+        with torch.device("meta"):
+            return nn.Sequential(FAMILIES["Llama"].build(), nn.Linear(8, 8), *others)
+
+    model = around()
+    shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model))
+    # As nn.Linear begins, which fills neither with one value nor with large ones.
+    weight = model.state_dict()["1.weight"]
+    assert weight.unique().numel() > 32 and weight.abs().max() <= 8**-0.5
+    model = around(nn.ParameterList([nn.Parameter(torch.empty(8, device="meta"))]))
+    with pytest.raises(ValueError, match=r"ParameterList around the model .* without reset_parameters"):
+        shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model))
