@@ -2,7 +2,7 @@
 
 In:   a function of (rank, payload), importable by name, and a payload that can be pickled.
 Out:  what the function returned on rank 0 (under torchrun: on this rank).
-Next: `cli/verify.py` and `cli/train.py` give it the function that trains.
+Next: `cli/verify.py` gives it the function that trains.
 
 A failing rank ends the others: ranks started here are terminated, and the failing rank's traceback is raised
 here; under torchrun, torchrun does this.

@@ -63,7 +63,7 @@ class Settings(Generic[Sizes]):
             raise ValueError(f"lr is {self.lr}; it must be above 0")
 
     def sampler(self) -> Sampler:
-        """Reads the data; raises DataError if it cannot be used."""
+        """Reads the data; raises ValueError or OSError if it cannot be used."""
         return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
 
     def batches(self, sampler: Sampler, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
