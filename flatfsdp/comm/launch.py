@@ -173,10 +173,10 @@ def _on_rank(
     index: int,
     local: int,
     rendezvous: str,
-    function: Callable[[Rank, Payload], Result],
-    payload: Payload,
+    function: Callable[[Rank, Any], Any],
+    payload: Any,
     launch: Launch,
-) -> Result:
+) -> Any:
     if launch.deterministic:
         # cuBLAS reads it when CUDA starts, so set it before anything below.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

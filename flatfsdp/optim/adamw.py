@@ -90,9 +90,8 @@ class AdamW(FusedOptimizer):
             raise ValueError(f"betas are {group['betas']!r}; they must be two numbers in [0, 1)")
         if self.moment_dtype == torch.bfloat16 and max(group["betas"]) > LARGEST_BF16_BETA:
             raise ValueError(
-                f"betas are {group['betas']!r} and moment_dtype is torch.bfloat16, whose 8 bits cannot hold "
-                f"moments that change so slowly; use betas of at most {LARGEST_BF16_BETA}, such as "
-                "(0.9, 0.95), or FP32 moments"
+                f"betas are {group['betas']!r}, and bf16 moments cannot change so slowly; use betas of at "
+                f"most {LARGEST_BF16_BETA}, such as (0.9, 0.95), or FP32 moments"
             )
         for name in ("amsgrad", "maximize"):
             if group.get(name):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -136,9 +137,10 @@ def train(
     count = trainee.microbatches
     ledgers = [root.fsdp_state.shared.ledger for root in trainee.roots]
     losses, norms, times, local_losses = [], [], [], []
+    to_device = methodcaller("to", rank.device)
     batches = iter(trainee.batches)
     for step in range(trainee.steps):
-        of_step = [_moved(batch, rank.device) for batch in islice(batches, count)]
+        of_step = [map_tensors(to_device, batch) for batch in islice(batches, count)]
         if len(of_step) < count:
             raise ValueError(
                 f"batches ended in step {step} on rank {rank.index}; there must be {trainee.steps * count}"
@@ -172,10 +174,6 @@ def train(
         trainee.model,
         trainee.optimizer,
     )
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _now(device: torch.device) -> float:
