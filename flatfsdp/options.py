@@ -67,8 +67,7 @@ class Precision:
             if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
                 names = ", ".join(str(d) for d in _PLAIN_FLOATS)
                 raise ValueError(f"Precision.{field} is {dtype!r}; it must be one of {names}")
-        wide = [dtype for dtype in (self.param, self.compute) if dtype == torch.float64]
-        if isinstance(self.fp8_weights, CurrentScaling) and wide:
+        if isinstance(self.fp8_weights, CurrentScaling) and torch.float64 in (self.param, self.compute):
             raise ValueError(
                 f"weights are cast to FP8 from FP32, bf16 or fp16, not {self.param} and {self.compute}"
             )
@@ -137,10 +136,7 @@ def require_flag(name: str, value: object) -> None:
         return
     hint = ""
     if name == "reshard_after_forward" and isinstance(value, int):
-        hint = (
-            ". A number is FSDP2's, which keeps parameters sharded over fewer ranks after the forward; here "
-            "mesh= with two dimensions, (replicate, shard), shards over fewer ranks"
-        )
+        hint = ". A number is FSDP2's; here a 2-D mesh=, (replicate, shard), shards over fewer ranks"
     raise TypeError(f"{name} is {value!r}; it must be True or False{hint}")
 
 

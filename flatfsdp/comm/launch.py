@@ -73,9 +73,8 @@ class Launch:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if under_torchrun() and self.ranks not in (None, int(os.environ["WORLD_SIZE"])):
-            started = os.environ["WORLD_SIZE"]
-            raise ValueError(f"--ranks is {self.ranks}, but torchrun has started {started}; leave it out")
+        if under_torchrun() and self.ranks not in (None, self.world):
+            raise ValueError(f"--ranks is {self.ranks}, but torchrun has started {self.world}; leave it out")
         if self.world < 1:
             raise ValueError(f"ranks is {self.world}; it must be at least 1")
         gpus = torch.cuda.device_count()

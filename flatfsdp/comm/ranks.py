@@ -174,9 +174,7 @@ _second_ones_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
-_by_numbers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_by_numbers = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]()
 """Groups that `Ranks.among` has made, by default group."""
 
 

@@ -217,8 +217,5 @@ def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
         f"the shape in current model is {torch.Size(slot.shape)}."
     )
     if tuple(value.shape) == slot.whole_shape:
-        problem += (
-            " That is a part of what the checkpoint has: load whole tensors with "
-            "flatfsdp.checkpoint.load_full_state_dict."
-        )
+        problem += " That is a part: load whole tensors with flatfsdp.checkpoint.load_full_state_dict."
     return problem

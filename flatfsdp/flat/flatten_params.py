@@ -349,7 +349,7 @@ def _groups(
                 raise TypeError(f"group {index} of param_list contains a {type(parameter)}, no parameter")
             if (first := group_of.setdefault(parameter, index)) != index:
                 raise ValueError(
-                    f"parameter {names.get(parameter)} is in groups {first} and {index} of param_list; put it in one"
+                    f"parameter {names.get(parameter)} is in groups {first} and {index}; put it in one group"
                 )
     return lists
 

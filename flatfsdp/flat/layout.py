@@ -199,10 +199,8 @@ class FlatLayout:
         """Ranges [start, stop) of the padded buffer outside all slots, in address order."""
         # Ends and starts in turn: where a slot ends, the gap before the next one begins; the last gap is the
         # tail.
-        edges = [0]
-        for slot in self.slots:
-            edges += [slot.offset, slot.end]
-        edges.append(self.padded_numel(num_shards))
+        inside = [edge for slot in self.slots for edge in (slot.offset, slot.end)]
+        edges = [0, *inside, self.padded_numel(num_shards)]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
     def views(self, flat: Tensor) -> list[Tensor]:

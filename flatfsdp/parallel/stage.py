@@ -451,7 +451,6 @@ def _refuse_splits(schedule: Schedule) -> None:
 
 def _split_message(schedule: str) -> str:
     return (
-        f"{schedule} splits each backward into one for the inputs and one for the weights (zero bubble), and "
-        "FlatFSDP reduces a unit when one whole backward has brought all its gradients; use ScheduleGPipe, "
-        "Schedule1F1B or ScheduleInterleaved1F1B"
+        f"{schedule} splits each backward into one for the inputs and one for the weights (zero bubble), "
+        "which FlatFSDP cannot reduce; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
     )

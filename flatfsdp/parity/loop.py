@@ -168,12 +168,8 @@ def train(
     # The first step allocates and records the order of the units.
     ms = statistics.median(times[1:] or times)
     copied = sum(moved.get(name, 0.0) for name in LOCAL_COPIES)
-    return Trained(
-        RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied),
-        torch.stack(local_losses),
-        trainee.model,
-        trainee.optimizer,
-    )
+    summary = RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied)
+    return Trained(summary, torch.stack(local_losses), trainee.model, trainee.optimizer)
 
 
 def _now(device: torch.device) -> float:
