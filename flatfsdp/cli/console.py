@@ -64,7 +64,7 @@ class StepBar(Progress):
         )
         self.steps = self.add_task(label, total=steps, note="")
 
-    def show(self, loss: float, ms: float) -> None:
+    def show(self, loss: float) -> None:
         """Shows that one step has ended, with its loss."""
         self.update(self.steps, advance=1, note=f"loss {loss:.4f}")
 

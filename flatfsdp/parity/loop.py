@@ -69,8 +69,8 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
 
-OnStep = Callable[[float, float], None]
-"""Callback with the loss and the milliseconds of a step, after every step."""
+OnStep = Callable[[float], None]
+"""Callback with the loss of a step, after every step."""
 
 AfterBackward = Callable[[int, "Trainee"], None]
 """Callback with the number of a step, when a step's gradients are reduced and not yet clipped."""
@@ -160,7 +160,7 @@ def train(
         local_losses.append(losses_m.cpu())
         sent = losses_m if found else torch.zeros(count, device=rank.device)
         losses.append(_mean(sent, rank.world, trainee.with_losses))
-        on_step(losses[-1], times[-1])
+        on_step(losses[-1])
     trainee.at_end()
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = max(sum(ledger.parameters for ledger in ledgers), 1)
