@@ -234,7 +234,7 @@ def main(
     settings = {
         "model": asdict(sizes),
         "seed": seed,
-        "data": hashlib.sha256(text.corpus.bytes_n.numpy()).hexdigest()[:16],
+        "data": hashlib.sha256(text.bytes_n.numpy()).hexdigest()[:16],
         "data-parallel ranks": mesh.dp_size,
         "microbatches": microbatches,
         "batch": batch,
@@ -293,7 +293,7 @@ def main(
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     report = Report(as_json, first, steps)
-    report.title(f"{mesh}, {device.type}, {text.corpus.source}", mesh.table())
+    report.title(f"{mesh}, {device.type}, {data or 'the Python standard library'}", mesh.table())
     tokens = mesh.dp_size * microbatches * batch * sizes.seq
     with report.bar:
         for step in range(first, steps):

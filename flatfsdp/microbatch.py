@@ -108,10 +108,7 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         TypeError: if `model` is no module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"microbatches takes the model first, and then the batches, not a {type(model).__name__}: "
-            "microbatches(model, batches)"
-        )
+        raise TypeError(f"microbatches(model, batches) takes the model first, not a {type(model).__name__}")
     # Before the root module is first called, each unit has a `Microbatch` of its own.
     units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
     states = {unit.shared.microbatch for unit in units}

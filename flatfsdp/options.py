@@ -59,8 +59,7 @@ class Precision:
     def __post_init__(self) -> None:
         if self.fp8_weights not in (None, "in_layers") and not isinstance(self.fp8_weights, CurrentScaling):
             raise ValueError(
-                f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None: a "
-                "weight in the flat buffer has one scale, from its values of now"
+                f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None"
             )
         for field, dtype in vars(self).items():
             if field == "fp8_weights" or (dtype is None and field in ("grad", "buffer")):
@@ -68,11 +67,9 @@ class Precision:
             if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
                 names = ", ".join(str(d) for d in _PLAIN_FLOATS)
                 raise ValueError(f"Precision.{field} is {dtype!r}; it must be one of {names}")
-        wide = [dtype for dtype in (self.param, self.compute) if dtype == torch.float64]
-        if isinstance(self.fp8_weights, CurrentScaling) and wide:
+        if isinstance(self.fp8_weights, CurrentScaling) and torch.float64 in (self.param, self.compute):
             raise ValueError(
-                f"Precision has fp8_weights and param={self.param}, compute={self.compute}; weights are cast "
-                "to FP8 from FP32, bf16 or fp16"
+                f"weights are cast to FP8 from FP32, bf16 or fp16, not {self.param} and {self.compute}"
             )
 
 
@@ -93,9 +90,7 @@ class Prefetch:
     def __post_init__(self) -> None:
         for field, depth in vars(self).items():
             if not isinstance(depth, int) or depth < 0:
-                raise ValueError(
-                    f"Prefetch.{field} is {depth!r}; it must be an integer >= 0 (0 turns it off)"
-                )
+                raise ValueError(f"Prefetch.{field} is {depth!r}; it must be an integer >= 0")
 
 
 def default_precision(parameters: Mapping[str, Tensor]) -> Precision:
@@ -141,10 +136,7 @@ def require_flag(name: str, value: object) -> None:
         return
     hint = ""
     if name == "reshard_after_forward" and isinstance(value, int):
-        hint = (
-            ". A number is FSDP2's, which keeps parameters sharded over fewer ranks after the forward; here "
-            "mesh= with two dimensions, (replicate, shard), shards over fewer ranks"
-        )
+        hint = ". A number is FSDP2's; here a 2-D mesh=, (replicate, shard), shards over fewer ranks"
     raise TypeError(f"{name} is {value!r}; it must be True or False{hint}")
 
 
@@ -187,12 +179,9 @@ class Policy:
                 require_flag(field.name, getattr(self, field.name))
         if not isinstance(self.timeout, (int, float)) or not self.timeout >= 0.001:
             raise ValueError(f"timeout is {self.timeout!r}; it must be a number of seconds, at least 0.001")
-        if not isinstance(self.precision, Precision):
-            raise TypeError(f"precision is {self.precision!r}; pass Precision(compute=...)")
-        if not isinstance(self.prefetch, Prefetch):
-            raise TypeError(f"prefetch is {self.prefetch!r}; pass Prefetch(forward=..., backward=...)")
-        if not isinstance(self.debug, Debug):
-            raise TypeError(f"debug is {self.debug!r}; pass Debug(check_collectives=..., poison_on_free=...)")
+        for name, kind in (("precision", Precision), ("prefetch", Prefetch), ("debug", Debug)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} is {value!r}; pass {kind.__name__}(...)")
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")
 

@@ -120,11 +120,11 @@ def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
         by_class[kernel_class(span.name)].append(span)
         by_name[span.name] = by_name.get(span.name, 0.0) + span.end - span.start
     step = max(span.end for span in spans) - min(span.start for span in spans)
-    busy = _covered(spans)
+    busy = length(union(spans))
     shares = {}
     for name, members in by_class.items():
-        others = _covered(span for other, found in by_class.items() if other != name for span in found)
-        shares[name] = Share(_covered(members) / 1e3, (busy - others) / 1e3, len(members))
+        others = union(span for other, found in by_class.items() if other != name for span in found)
+        shares[name] = Share(length(union(members)) / 1e3, (busy - length(others)) / 1e3, len(members))
     top = sorted(by_name.items(), key=lambda item: -item[1])[:longest]
     return Breakdown(
         step_ms=step / 1e3,
@@ -133,11 +133,6 @@ def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
         shares=shares,
         longest=[(kernel_class(name), name, us / 1e3) for name, us in top],
     )
-
-
-def _covered(spans: Iterable[Span]) -> float:
-    """Total time covered by the spans."""
-    return length(union(spans))
 
 
 def union(spans: Iterable[Span | Interval]) -> list[Interval]:

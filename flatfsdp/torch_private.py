@@ -103,17 +103,11 @@ def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None], *
         method: bound method to call.
         also_at_exit: call it also if Python ends without destroying the group, perhaps on this rank alone.
     """
-    if not hasattr(dist.ProcessGroup.shutdown, "__wrapped__"):
-        dist.ProcessGroup.shutdown = _calling_first(  # type: ignore[method-assign, assignment]
-            dist.ProcessGroup.shutdown
-        )
+    shutdown = dist.ProcessGroup.shutdown
+    if not hasattr(shutdown, "__wrapped__"):
+        dist.ProcessGroup.shutdown = _calling_first(shutdown)  # type: ignore[method-assign, assignment]
         atexit.register(_call_all_at_exit)
-    _before_shutdown.setdefault(group, []).append(_Call(WeakMethod(method), also_at_exit))
-
-
-class _Call(NamedTuple):
-    method: WeakMethod[Callable[[], None]]
-    also_at_exit: bool
+    _before_shutdown.setdefault(group, []).append((WeakMethod(method), also_at_exit))
 
 
 def _calling_first(shutdown: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
@@ -127,12 +121,16 @@ def _calling_first(shutdown: Callable[[dist.ProcessGroup], None]) -> Callable[[d
 
 def _call_all_at_exit() -> None:
     for calls in list(_before_shutdown.values()):
-        _call(call for call in calls if call.also_at_exit)
+        _call(call for call in calls if call[1])
+
+
+_Call = tuple[WeakMethod[Callable[[], None]], bool]
+"""A method, and whether to call it at the exit of Python, too."""
 
 
 def _call(calls: Iterable[_Call]) -> None:
-    for call in calls:
-        if (method := call.method()) is not None:
+    for reference, _ in calls:
+        if (method := reference()) is not None:
             method()
 
 

@@ -7,7 +7,7 @@ Exit codes: 0 success; 1 `verify` found a difference, a rank failed, or a plan d
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,7 +17,6 @@ from flatfsdp.cli.matrix import matrix_plan
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.report import left_out_lines, plot_comparisons, table, verdict_lines
-from flatfsdp.cli.train import TrainJob, train_on_rank
 from flatfsdp.cli.verify import OWN_SWITCHES, check_own_model, gpt_plan, run_plan, verify_own_model
 from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.comm.paths import local_path
@@ -25,10 +24,10 @@ from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity import Parity, Switch
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.jobs import Configuration, Settings, check_sizes
+from flatfsdp.training.jobs import Settings
 
 app = typer.Typer(
-    help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
+    help="FlatFSDP: proves that no switch changes a bit of a training, and plans what a training takes.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     # Its tracebacks print every local variable; a rank's plain traceback says more.
@@ -167,7 +166,10 @@ def verify(
             settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
             switches = switch if "switch" in chosen else None
             plan = gpt_plan(launch, settings, precision, strategy, switches, fusion, self_test=self_test)
-        check_input_and_output(None if plan is None else plan.rows[0].settings, out)
+        if plan is not None:
+            # Here, so that no rank fails to.
+            plan.rows[0].settings.sampler()
+        local_path(out).mkdir(parents=True, exist_ok=True)
     with reported_failures():
         found = run_plan(plan, out / name) if plan else run_on_ranks(verify_own_model, chosen, launch)
     conclude(found, out / name, json, picture)
@@ -193,64 +195,5 @@ def conclude(found: Parity, file: Path, json: bool, picture: Path | None) -> NoR
     raise typer.Exit(0 if found.equal else 1)
 
 
-@app.command()
-def train(
-    precision: Annotated[PrecisionName, typer.Option(help="Compute dtype.")] = PrecisionName.bf16,
-    strategy: Annotated[
-        Strategy, typer.Option(help="dp: gradients all-reduced; zero2, zero3: sharded.")
-    ] = Strategy.zero3,
-    optimize_backward_concat: Annotated[
-        bool, typer.Option(help="Gradients land in the flat buffer; off: autograd concatenates them.")
-    ] = True,
-    ranks: command_options.NumRanks = None,
-    microbatches: command_options.Microbatches = 4,
-    steps: command_options.Steps = 100,
-    layers: command_options.Layers = 4,
-    hidden: command_options.Hidden = 128,
-    heads: command_options.Heads = 4,
-    seq: command_options.Seq = 128,
-    batch: command_options.Batch = 4,
-    lr: command_options.LearningRate = 3e-3,
-    seed: command_options.Seed = 0,
-    data: command_options.Data = None,
-    device: command_options.OnDevice = Device.auto,
-    out: Annotated[Path, typer.Option(help="Folder for train.json and losses.png.")] = Path("out/train"),
-    json: command_options.Json = False,
-) -> None:
-    """Train a small GPT on real text, sharded over the ranks.
-
-    [bold]Examples[/bold]
-
-    [green]python -m flatfsdp train --steps 200[/green]
-
-    [green]python -m flatfsdp train --data README.md --precision fp32 --strategy zero2[/green]
-
-    [green]torchrun --nproc-per-node 4 -m flatfsdp train --hidden 1024 --heads 16 --layers 12[/green]
-    """
-    require("matplotlib")
-    with usage_errors():
-        sizes = GPTConfig(layers, hidden, heads, seq)
-        settings = Settings(sizes, batch, microbatches, steps, lr, seed, data)
-        check_sizes(settings, precision)
-        job = TrainJob(settings, Configuration(None, precision, strategy), optimize_backward_concat)
-        launch = Launch(ranks, device)
-        check_input_and_output(settings, out)
-    with reported_failures():
-        report = run_on_ranks(train_on_rank, job, launch)
-    if is_main():
-        report.write(out)
-        if json:
-            print(report.json())
-        else:
-            results_console().print(f"{report.summary()}. Wrote {out}.", highlight=False)
-
-
 app.command()(plan)
 app.command()(demo)
-
-
-def check_input_and_output(settings: Settings[Any] | None, out: Path) -> None:
-    """Reads the data once and makes the output folder, so that no rank fails there or works in vain."""
-    if settings is not None:
-        settings.sampler()
-    local_path(out).mkdir(parents=True, exist_ok=True)

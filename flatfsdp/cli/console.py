@@ -51,12 +51,9 @@ class StepBar(Progress):
     """Progress bar on stderr, to be used as a context; with `visible=False` (every rank but one) nothing.
 
     Without a terminal it is written once, at the end, as a log of the run.
-
-    `tokens`, the number in a step of all ranks, adds tokens/s: where one run is compared with another,
-    evidence is collected in between, and the speed is not that of training.
     """
 
-    def __init__(self, label: str, steps: int, visible: bool, *, tokens: int | None = None) -> None:
+    def __init__(self, label: str, steps: int, visible: bool) -> None:
         super().__init__(
             TextColumn("{task.description:<20}"),
             BarColumn(bar_width=20),
@@ -65,13 +62,11 @@ class StepBar(Progress):
             console=Console(stderr=True),
             disable=not visible,
         )
-        self.tokens = tokens
         self.steps = self.add_task(label, total=steps, note="")
 
-    def show(self, loss: float, ms: float) -> None:
-        """Shows that one step has ended, with its loss and milliseconds."""
-        speed = "" if self.tokens is None else f"  {1e3 * self.tokens / ms:,.0f} tokens/s"
-        self.update(self.steps, advance=1, note=f"loss {loss:.4f}{speed}")
+    def show(self, loss: float) -> None:
+        """Shows that one step has ended, with its loss."""
+        self.update(self.steps, advance=1, note=f"loss {loss:.4f}")
 
     def conclude(self, equal: bool) -> None:
         """Replaces the last note by the result of the steps."""

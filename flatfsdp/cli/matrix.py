@@ -125,15 +125,15 @@ def _launches(device: Device, ranks: int | None) -> tuple[Launch, ...]:
 
 
 def _settings(usual: Settings[LlamaConfig], given: dict[str, Any]) -> Settings[LlamaConfig]:
-    of_model: dict[str, int] = {
-        name: given[name] for name in ("layers", "hidden", "heads", "seq") if name in given
-    }
+    def chosen(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names if name in given}
+
+    of_model = chosen("layers", "hidden", "heads", "seq")
     if "hidden" in given:
         of_model["ffn"] = 2 * given["hidden"]
     if "heads" in given:
         of_model["kv_heads"] = max(1, given["heads"] // 2)
-    others = ("batch", "microbatches", "steps", "lr", "seed", "data")
-    of_run = {name: given[name] for name in others if name in given}
+    of_run = chosen("batch", "microbatches", "steps", "lr", "seed", "data")
     return replace(usual, model=replace(usual.model, **of_model), **of_run)
 
 

@@ -7,18 +7,13 @@ Out:  a table for the terminal, text, and a PNG.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from flatfsdp.parity import Parity
 from flatfsdp.parity.evidence import KINDS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def table(parity: Parity) -> Table:
@@ -75,47 +70,28 @@ def left_out_lines(parity: Parity) -> list[str]:
 
 
 def plot_comparisons(path: Path, parity: Parity) -> None:
-    """Writes a PNG with the losses of both runs, one panel for each row."""
-    plot_losses(
-        path,
-        f"Bit for bit the same? World size {parity.about['environments'][0]['world_size']}",
-        {
-            f"{row.about['name']}: {' / '.join(row.switch.ends)}": dict(
-                zip(row.switch.ends, (row.off.losses, row.on.losses), strict=True)
-            )
-            for row in parity.rows
-        },
-    )
-
-
-def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Writes a PNG with one panel for each key of `panels`, and one curve for each key inside.
+    """Writes a PNG with the losses of both runs, one panel for each row.
 
     The first curve of a panel is broad and pale, the second a dark dashed line on top of it, so that both are
     visible where they are equal.
     """
     # Imported here, because it takes half a second, in every command and on every rank.
     from matplotlib.figure import Figure
-
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.5 * columns, 3.2 * rows + 0.6), layout="constrained")
-    figure.suptitle(title)
-    for position, (name, curves) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(rows, columns, position)
-        _draw(axes, name, curves)
-    figure.savefig(path, dpi=120)
-
-
-def _draw(axes: Axes, name: str, curves: Mapping[str, list[float]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    styles = ({"linewidth": 6, "color": "#f2b880"}, {"linewidth": 1.5, "color": "#1f3a68", "linestyle": "--"})
-    for (label, losses), style in zip(curves.items(), styles, strict=False):
-        axes.plot(range(len(losses)), losses, label=label, **style)  # type: ignore[arg-type]
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a byte)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+    columns = min(2, len(parity.rows))
+    lines = -(-len(parity.rows) // columns)
+    figure = Figure(figsize=(5.5 * columns, 3.2 * lines + 0.6), layout="constrained")
+    figure.suptitle(f"Bit for bit the same? World size {parity.about['environments'][0]['world_size']}")
+    for position, row in enumerate(parity.rows, start=1):
+        axes = figure.add_subplot(lines, columns, position)
+        off, on = row.switch.ends
+        axes.plot(row.off.losses, label=off, linewidth=6, color="#f2b880")
+        axes.plot(row.on.losses, label=on, linewidth=1.5, color="#1f3a68", linestyle="--")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(f"{row.about['name']}: {off} / {on}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats a byte)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)

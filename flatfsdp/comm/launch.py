@@ -2,7 +2,7 @@
 
 In:   a function of (rank, payload), importable by name, and a payload that can be pickled.
 Out:  what the function returned on rank 0 (under torchrun: on this rank).
-Next: `cli/verify.py` and `cli/train.py` give it the function that trains.
+Next: `cli/verify.py` gives it the function that trains.
 
 A failing rank ends the others: ranks started here are terminated, and the failing rank's traceback is raised
 here; under torchrun, torchrun does this.
@@ -73,9 +73,8 @@ class Launch:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if under_torchrun() and self.ranks not in (None, int(os.environ["WORLD_SIZE"])):
-            started = os.environ["WORLD_SIZE"]
-            raise ValueError(f"--ranks is {self.ranks}, but torchrun has started {started}; leave it out")
+        if under_torchrun() and self.ranks not in (None, self.world):
+            raise ValueError(f"--ranks is {self.ranks}, but torchrun has started {self.world}; leave it out")
         if self.world < 1:
             raise ValueError(f"ranks is {self.world}; it must be at least 1")
         gpus = torch.cuda.device_count()
@@ -173,10 +172,10 @@ def _on_rank(
     index: int,
     local: int,
     rendezvous: str,
-    function: Callable[[Rank, Payload], Result],
-    payload: Payload,
+    function: Callable[[Rank, Any], Any],
+    payload: Any,
     launch: Launch,
-) -> Result:
+) -> Any:
     if launch.deterministic:
         # cuBLAS reads it when CUDA starts, so set it before anything below.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

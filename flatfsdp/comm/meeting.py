@@ -60,12 +60,8 @@ def meet(ranks: Ranks, doing: str, timeout: float) -> None:
         store.add(given_up, 1)
     if not missing:
         raise RuntimeError(f"this rank called {doing} when another one had given up waiting for it")
+    absent, waited = named([ranks.global_ranks[rank] for rank in missing]), time.monotonic() - begin
     raise RuntimeError(
-        f"{_absent(ranks, missing, doing, time.monotonic() - begin)}; call it on all ranks, not inside "
-        "`if rank == 0`"
+        f"{doing} is collective, and {absent} did not call it within {waited:.0f} s; call it on all ranks, "
+        "not inside `if rank == 0`"
     )
-
-
-def _absent(ranks: Ranks, missing: list[int], doing: str, waited: float) -> str:
-    absent = named([ranks.global_ranks[rank] for rank in missing])
-    return f"{doing} is collective, and {absent} did not call it within {waited:.0f} s"

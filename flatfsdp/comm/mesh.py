@@ -26,11 +26,13 @@ class ParallelMesh:
     """All ranks, in four dimensions.
 
     Attributes:
+        parallelism: sizes of all kinds of parallelism.
         device_mesh: mesh with all of `DIMENSIONS`, including those of size one.
         dp_group: ranks that have the same part of the model and see other samples.
         stage_group: ranks that have the same pipeline stage; they share the scales of FP8 tensors.
     """
 
+    parallelism: Parallelism
     device_mesh: DeviceMesh
     dp_group: dist.ProcessGroup
     stage_group: dist.ProcessGroup
@@ -38,7 +40,7 @@ class ParallelMesh:
     @property
     def dp(self) -> DeviceMesh:
         """Mesh for FlatFSDP: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
-        if self._size("dp_replicate") == 1:
+        if self.parallelism.dp_replicate == 1:
             return self.device_mesh["dp_shard"]
         return self.device_mesh["dp_replicate", "dp_shard"]
 
@@ -55,7 +57,7 @@ class ParallelMesh:
     @property
     def pp_size(self) -> int:
         """Number of pipeline ranks."""
-        return self._size("pp")
+        return self.parallelism.pp
 
     @property
     def pp_rank(self) -> int:
@@ -80,21 +82,12 @@ class ParallelMesh:
     @property
     def tp_size(self) -> int:
         """Number of tensor-parallel ranks."""
-        return self._size("tp")
+        return self.parallelism.tp
 
     @property
     def tp_rank(self) -> int:
         """This rank's number among the tensor-parallel ranks."""
         return self.device_mesh.get_local_rank("tp")
-
-    def _size(self, dimension: str) -> int:
-        return self.device_mesh.size(DIMENSIONS.index(dimension))
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """Sizes of all kinds of parallelism."""
-        replicas, shards = self._size("dp_replicate"), self._size("dp_shard")
-        return Parallelism(self.pp_size, replicas, shards, self.tp_size)
 
     def __str__(self) -> str:
         return f"{self.device_mesh.size()} ranks: {self.parallelism}"
@@ -103,10 +96,10 @@ class ParallelMesh:
         """A table of all ranks: a column for each stage, a row for each data-parallel rank."""
         ranks = self.device_mesh.mesh
         lines = [["", *(f"pp {stage}" for stage in range(self.pp_size))]]
-        replicas = self._size("dp_replicate")
-        for replica in range(replicas):
-            prefix = "" if replicas == 1 else f"dp_replicate {replica}, "
-            for shard in range(self._size("dp_shard")):
+        sizes = self.parallelism
+        for replica in range(sizes.dp_replicate):
+            prefix = "" if sizes.dp_replicate == 1 else f"dp_replicate {replica}, "
+            for shard in range(sizes.dp_shard):
                 cells = ranks[:, replica, shard]
                 lines.append([f"{prefix}dp_shard {shard}", *(_span(cell.tolist()) for cell in cells)])
         return plain_table(lines, right=range(1, 1 + self.pp_size))
@@ -143,6 +136,7 @@ def make_mesh(
     device_mesh = init_device_mesh(device_type, tuple(parallelism.sizes.values()), mesh_dim_names=DIMENSIONS)
     ranks = device_mesh.mesh
     return ParallelMesh(
+        parallelism,
         device_mesh,
         # One row for each pair of a stage and a tensor-parallel rank, with the ranks that differ in
         # dp_replicate and dp_shard alone.

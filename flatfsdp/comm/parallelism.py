@@ -8,8 +8,9 @@ Next: `mesh.py` makes process groups for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 """Dimensions of the mesh of all ranks, outermost first."""
@@ -45,43 +46,31 @@ class Parallelism:
             object.__setattr__(self, "sequence_parallel", False)
 
     @staticmethod
-    def over(
-        world: int,
-        *,
-        pp: int = 1,
-        dp_replicate: int = 1,
-        dp_shard: int = -1,
-        tp: int = 1,
-        sequence_parallel: bool = False,
-    ) -> Parallelism:
+    def over(world: int, *, dp_shard: int = -1, **others: Any) -> Parallelism:
         """Arranges `world` ranks.
 
         Args:
             world: number of ranks.
-            pp: number of pipeline ranks.
-            dp_replicate: number of replicas of each set of shards.
             dp_shard: number of ranks that parameters are sharded over; -1 for all that are left.
-            tp: number of ranks that share each layer.
-            sequence_parallel: split activations between layers over the tp ranks, too.
+            others: the other attributes, by name.
 
         Raises:
             ValueError: if a size is not positive, or the sizes do not give the number of ranks.
         """
-        others = Parallelism(pp=pp, dp_replicate=dp_replicate, tp=tp)
+        rest = Parallelism(**others)
         if dp_shard == -1:
-            if world % others.world:
+            if world % rest.world:
                 raise ValueError(
-                    f"{_product({**others.sizes, 'dp_shard': -1})} needs a multiple of {others.world} ranks, "
+                    f"{_product({**rest.sizes, 'dp_shard': -1})} needs a multiple of {rest.world} ranks, "
                     f"and there are {world}"
                 )
-            dp_shard = world // others.world
+            dp_shard = world // rest.world
         if dp_shard < 1:
             raise ValueError(f"dp_shard is {dp_shard}; it has to be at least 1, or -1 for all ranks left")
-        found = Parallelism(pp, dp_replicate, dp_shard, tp, sequence_parallel)
-        if found.world != world:
+        found = replace(rest, dp_shard=dp_shard)
+        if (needed := found.world) != world:
             raise ValueError(
-                f"{_product(found.sizes)} needs {found.world} ranks, and there are {world}; leave dp_shard "
-                "out to fill them"
+                f"{_product(found.sizes)} needs {needed} ranks, and there are {world}; leave dp_shard out"
             )
         return found
 

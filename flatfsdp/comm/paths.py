@@ -76,8 +76,7 @@ def path_of_all_ranks(
             raise refusal
         if found != expected:
             raise ValueError(
-                f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}; pass the "
-                "same path on all ranks"
+                f"ranks were given different paths: rank {first} {expected}, rank {rank} {found}; pass one"
             )
     return Path(path)
 

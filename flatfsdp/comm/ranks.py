@@ -43,9 +43,7 @@ class Ranks:
             return None
         group = self._group()
         if group is None:
-            raise RuntimeError(
-                "the process group of a model or layer is gone; destroy_process_group() after its last use"
-            )
+            raise RuntimeError("the process group of a model or layer is gone; destroy it after its last use")
         return group
 
     @staticmethod
@@ -114,8 +112,7 @@ class Ranks:
         if len(both) > 1:
             raise ValueError(
                 f"ranks {', '.join(map(str, both))} are in tp_group and in the group that FlatFSDP shards or "
-                "replicates over; pass mesh= of the data-parallel ranks, which have the "
-                "same part of each layer"
+                "replicates over; pass mesh= of the data-parallel ranks"
             )
 
     def own_communicator(self) -> Ranks:
@@ -177,9 +174,7 @@ _second_ones_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
-_by_numbers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_by_numbers = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]()
 """Groups that `Ranks.among` has made, by default group."""
 
 
@@ -220,8 +215,7 @@ class LateRanks(Ranks):
     def _required(self) -> Ranks:
         if self.found is None:
             raise RuntimeError(
-                f"{vars(self)['_layer']}: tp_size is {self.size}, and the tensor-parallel group has not been "
-                "set; call set_tensor_parallel_group(tp_group) first, or pass tp_group to the constructor"
+                f"{vars(self)['_layer']}: tp_size is {self.size}, of no group; call set_tensor_parallel_group"
             )
         return self.found
 

@@ -38,15 +38,12 @@ def loss_of(model: nn.Module, batch: Any, **options: Any) -> Tensor:
         output = model(*batch, **options)
     else:
         output = model(batch, **options)
-    found = getattr(output, "loss", None)
+    found = getattr(output, "loss", output if isinstance(output, Tensor) and output.dim() == 0 else None)
     if found is None and isinstance(output, Mapping):
         found = output.get("loss")
-    if found is None and isinstance(output, Tensor) and output.dim() == 0:
-        found = output
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} returns {type(output).__name__} without a loss; pass loss=, a function "
-            "of model and batch, or give it labels"
+            f"{type(model).__name__} returns {type(output).__name__} without a loss; pass loss=, or labels"
         )
     return found
 
@@ -57,20 +54,12 @@ def layers_of(model: nn.Module) -> Callable[[str, nn.Module, int], bool] | None:
     Returns:
         The policy, or None if no such items have parameters; the model is then one unit.
     """
-    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
-    outermost = [name for name in lists if not any(_is_below(name, other) for other in lists)]
-    layers = {
-        _joined(name, child)
-        for name in outermost
-        for child, module in model.get_submodule(name).named_children()
-        if any(True for _ in module.parameters())
-    }
+    layers: set[str] = set()
+    outermost: tuple[str, ...] = ()
+    # Outer modules come before inner ones.
+    for name, each in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(each, nn.ModuleList | nn.Sequential) and not name.startswith(outermost):
+            outermost += (prefix,)
+            layers.update(prefix + child for child, item in each.named_children() if list(item.parameters()))
     return (lambda name, module, numel: name in layers and numel > 0) if layers else None
-
-
-def _is_below(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
-
-
-def _joined(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child

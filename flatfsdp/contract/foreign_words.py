@@ -25,8 +25,7 @@ _ROUNDING = "it is power_of_two_scales= and, for current scaling, amax_epsilon="
 
 OPTIONS: Mapping[str, str] = {
     # FSDP1
-    "auto_wrap_policy": "it is policy=, the second argument of shard and auto_wrap: by_class(...) or "
-    "by_size(...)",
+    "auto_wrap_policy": "it is policy=, the second argument of shard: by_class(...) or by_size(...)",
     "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, HYBRID_SHARD "
     "a 2-D mesh=, (replicate, shard), and NO_SHARD a mesh= of (N, 1)",
     "process_group": 'it is mesh=DeviceMesh.from_group(process_group, "cuda")',
@@ -59,8 +58,7 @@ OPTIONS: Mapping[str, str] = {
 """Options of an engine: word -> what `shard`, `auto_wrap` and `FlatFSDP` have for it."""
 
 DTYPES: Mapping[str, str] = {
-    "param_dtype": "it is compute=; param= is the dtype of the values that the optimizer updates, FP32 by "
-    "default",
+    "param_dtype": "it is compute=; param= is the dtype that the optimizer updates, FP32 by default",
     "reduce_dtype": "it is reduce=; accumulate= is the dtype in which microbatches are added up",
     "buffer_dtype": "it is buffer=",
     "cast_forward_inputs": _CASTS,
@@ -73,13 +71,11 @@ DTYPES: Mapping[str, str] = {
 METHODS: Mapping[str, str] = {
     "set_gradient_divide_factor": "set_gradient_divide_factors(1.0, factor) divides after the sum over ranks",
     "set_reshard_after_forward": "it is reshard_after_forward= of shard",
-    "set_reshard_after_backward": "reshard_after_forward=False of shard keeps parameters until the last "
-    "microbatch's backward",
+    "set_reshard_after_backward": "reshard_after_forward=False of shard keeps parameters for a step",
     "set_requires_all_reduce": 'grad_sync="every" of shard reduce-scatters in each backward and all-reduces '
     "replicas in the last one",
     "set_modules_to_forward_prefetch": "prefetch=Prefetch(forward=2) of shard gathers that many units ahead",
-    "set_modules_to_backward_prefetch": "prefetch=Prefetch(backward=2) of shard gathers that many units "
-    "ahead",
+    "set_modules_to_backward_prefetch": "prefetch=Prefetch(backward=2) of shard does so in the backward",
 }
 """Methods of a sharded module: FSDP2's name -> what it has instead."""
 

@@ -70,9 +70,7 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
     target = slot.target
     if target.dtype is not torch.float32:
         raise TypeError(
-            f"main_grad of {name} is {target.dtype}; weight gradients accumulate in FP32, so make it FP32 "
-            "(FlatFSDP: Precision(accumulate=torch.float32)) or build the layer without "
-            "fuse_wgrad_accumulation"
+            f"main_grad of {name} is {target.dtype}; make it FP32 (Precision(accumulate=torch.float32))"
         )
     if target.shape != weight.shape or not target.is_contiguous():
         raise ValueError(

@@ -119,15 +119,13 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
     if ranks and ranks != tensor.global_ranks:
         given = "no tp_group" if tensor.group is None else f"a tp_group of ranks {tensor.global_ranks}"
         raise ValueError(
-            f"parameter {name} is of a layer that ranks {ranks} share, and FlatFSDP got {given}; pass the "
-            "tp_group of the layer, and the ranks with the same part as mesh"
+            f"ranks {ranks} share the layer of parameter {name}, and FlatFSDP got {given}; pass its tp_group"
         )
     if TENSOR_MODEL_PARALLEL.of(parameter):
         _check_split(name, parameter, tensor)
     elif SEQUENCE_PARALLEL.of(parameter) and tensor.group is None:
         raise ValueError(
-            f"parameter {name} has a gradient that is summed over tensor-parallel ranks, and FlatFSDP got no "
-            "tp_group; pass that of its layer"
+            f"the gradient of {name} is summed over tensor-parallel ranks; pass the tp_group of its layer"
         )
 
 
@@ -163,6 +161,5 @@ def check_marks(path: str, owner: nn.Module) -> None:
         if parameter is not None and not TENSOR_MODEL_PARALLEL.is_on(parameter):
             raise ValueError(
                 f"parameter {f'{path}.{name}'.lstrip('.')} is of a layer that several ranks share, and does "
-                "not say how: it is a copy without attributes, or one that you have added; use "
-                "flatfsdp.contract.tensor_parallel.declare_split or declare_whole"
+                "not say how; use flatfsdp.contract.tensor_parallel.declare_split or declare_whole"
             )

@@ -85,15 +85,11 @@ class DelayedScaling:
         _check_common(self)
         _check_bool("reduce_amax", self.reduce_amax)
         if not isinstance(self.margin, int | float) or not math.isfinite(self.margin):
-            raise ValueError(
-                f"margin is {self.margin!r}; scales are divided by 2^margin, so make it a number"
-            )
+            raise ValueError(f"margin is {self.margin!r}; scales are divided by 2^margin: make it a number")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer >= 1")
         if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}; it must be 'max' or 'most_recent'"
-            )
+            raise ValueError(f"amax_compute_algo is {self.amax_compute_algo!r}, not 'max' or 'most_recent'")
 
 
 @answering(RECIPES)
@@ -147,8 +143,5 @@ def _check_common(recipe: Recipe) -> None:
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format is {recipe.fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
     if not isinstance(recipe.split_accumulator, SplitAccumulator):
-        raise ValueError(
-            f"split_accumulator is {recipe.split_accumulator!r}; it must be a SplitAccumulator(fprop=..., "
-            "dgrad=..., wgrad=...)"
-        )
+        raise ValueError(f"split_accumulator is {recipe.split_accumulator!r}; pass SplitAccumulator(...)")
     _check_bool("power_of_two_scales", recipe.power_of_two_scales)

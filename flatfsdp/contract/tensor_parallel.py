@@ -110,9 +110,7 @@ class TensorParallel:
             raise ValueError(f"{layer}: tp_size is {tp_size}; it must be at least 1")
         ranks = Ranks.of(tp_group) if tp_group is not None or tp_size == 1 else LateRanks(layer, tp_size)
         if tp_size not in (1, ranks.size):
-            raise ValueError(
-                f"{layer}: tp_size is {tp_size}, and tp_group has {ranks.size} ranks; leave tp_size out"
-            )
+            raise ValueError(f"{layer}: tp_size is {tp_size}, but tp_group has {ranks.size}; leave it out")
         if overlap and ranks.size > 1 and not sequence_parallel:
             raise ValueError(f"{layer}: tp_overlap cuts what sequence_parallel=True sends; set that, too")
         # On one rank there is nothing to split, as in Transformer Engine.
@@ -127,8 +125,7 @@ class TensorParallel:
         """
         if size % self.ranks.size:
             raise ValueError(
-                f"{layer}: {what} is {size}, which {self.ranks.size} tensor-parallel ranks cannot share "
-                "equally; choose a multiple, or fewer ranks"
+                f"{layer}: {what} is {size}, which {self.ranks.size} tensor-parallel ranks cannot share"
             )
         return size // self.ranks.size
 
@@ -144,7 +141,7 @@ def declare_split(
         sizes: sizes of the parts of the whole dimension that are each split evenly, such as (ffn, ffn).
         ranks: ranks that share the layer.
     """
-    _declare(parameter, True, dim, tuple(sizes), False, ranks)
+    _declare(parameter, True, dim, sizes, False, ranks)
 
 
 def declare_whole(parameter: nn.Parameter, *, partial_grad: bool, ranks: Ranks | None = None) -> None:
@@ -197,8 +194,8 @@ def _declare(
     parameter: nn.Parameter,
     is_split: bool,
     dim: int,
-    sizes: tuple[int, ...],
-    partial_grad: bool,
+    sizes: Sequence[int],
+    partial: bool,
     ranks: Ranks | None,
 ) -> None:
     is_said = ranks is not None and ranks.size > 1 and are_known(ranks)
@@ -206,9 +203,9 @@ def _declare(
     # Set also where it is False: `check_marks` refuses parameters of shared layers that say nothing.
     TENSOR_MODEL_PARALLEL.leave(parameter, is_split)
     PARTITION_DIM.leave(parameter, dim)
-    PARTITION_SIZES.leave(parameter, sizes)
+    PARTITION_SIZES.leave(parameter, tuple(sizes))
     PARTITION_STRIDE.leave(parameter, max(1, len(sizes)))
-    SEQUENCE_PARALLEL.leave(parameter, partial_grad)
+    SEQUENCE_PARALLEL.leave(parameter, partial)
     TENSOR_PARALLEL_RANKS.leave(parameter, shared_by)
 
 

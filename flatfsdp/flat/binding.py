@@ -86,13 +86,7 @@ class Binding:
                     f"{type(module).__name__}; pass parameters of the module that is wrapped"
                 )
         specs = (
-            ParamSpec(
-                sites[0].name,
-                tuple(p.shape),
-                role,
-                placement=placement_of(p, tensor),
-                partition=partition_of(p, tensor),
-            )
+            ParamSpec(sites[0].name, tuple(p.shape), role, placement_of(p, tensor), partition_of(p, tensor))
             for p, sites in found.items()
         )
         owners = {pack.name: pack.owners for pack in packs}
@@ -121,8 +115,7 @@ class Binding:
                 if parameter is None or tuple(parameter.shape) != slot.shape:
                     found = "removed" if parameter is None else f"given shape {tuple(parameter.shape)}"
                     raise ValueError(
-                        f"parameter {slot.name} was {found} while it was registered; its place in the flat "
-                        f"parameter has shape {slot.shape}"
+                        f"parameter {slot.name} was {found} while registered; its slot has shape {slot.shape}"
                     )
                 if parameter.data_ptr() != view.data_ptr():
                     moved[parameter.data_ptr()] = parameter
@@ -224,8 +217,5 @@ def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
         f"the shape in current model is {torch.Size(slot.shape)}."
     )
     if tuple(value.shape) == slot.whole_shape:
-        problem += (
-            " That is a part of what the checkpoint has: load whole tensors with "
-            "flatfsdp.checkpoint.load_full_state_dict."
-        )
+        problem += " That is a part: load whole tensors with flatfsdp.checkpoint.load_full_state_dict."
     return problem

@@ -121,9 +121,7 @@ class FlattenParamsWrapper(ModuleWrapper):
             AttributeError: if there is none, or several.
         """
         if len(self._flat_names) != 1:
-            raise AttributeError(
-                f"this FlattenParamsWrapper has {len(self._flat_names)} flat parameters; use flat_params"
-            )
+            raise AttributeError(f"there are {len(self._flat_names)} flat parameters; use flat_params")
         return self.flat_params[0]
 
     @property
@@ -217,9 +215,8 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     def _write_back(self) -> None:
         """Copies registered parameters that do not alias their slots, after checking all of them."""
-        flats = [flat.detach() for flat in self.flat_params]
-        pairs = zip(self.bindings, flats, strict=True)
-        writes = [w for binding, flat in pairs for w in binding.replaced(binding.layout.views(flat))]
+        pairs = zip(self.bindings, self.flat_params, strict=True)
+        writes = [w for binding, flat in pairs for w in binding.replaced(binding.layout.views(flat.detach()))]
         for view, value in writes:
             view.copy_(value)
 
@@ -236,20 +233,12 @@ class FlattenParamsWrapper(ModuleWrapper):
         self._save_to_state_dict(saved, prefix, keep_vars)
         return saved
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Loads the flat parameters, in their own form or in that of `module`, and leaves it the rest.
 
         Values are always copied, even with `assign=True`.
         """
+        _, strict, missing_keys, _, error_msgs = others
         for name, binding in zip(self._flat_names, self.bindings, strict=True):
             flat = state_dict.pop(prefix + name, None)
             if flat is None:
@@ -274,9 +263,7 @@ class FlattenParamsWrapper(ModuleWrapper):
                         with torch.no_grad():
                             own[slot.offset : slot.end].view(slot.shape).copy_(state_dict[key])
                     state_dict.pop(key, None)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     # ---- copies -----------------------------------------------------------------------------------------
 
@@ -359,13 +346,10 @@ def _groups(
             raise ValueError(f"group {index} of param_list is empty; leave it out")
         for parameter in group:
             if not isinstance(parameter, nn.Parameter):
-                raise TypeError(
-                    f"group {index} of param_list contains a {type(parameter)}; pass nn.Parameters"
-                )
-            if group_of.setdefault(parameter, index) != index:
+                raise TypeError(f"group {index} of param_list contains a {type(parameter)}, no parameter")
+            if (first := group_of.setdefault(parameter, index)) != index:
                 raise ValueError(
-                    f"parameter {names.get(parameter)} is in groups {group_of[parameter]} and {index} of "
-                    "param_list; put it, and what it is tied to, in one group"
+                    f"parameter {names.get(parameter)} is in groups {first} and {index}; put it in one group"
                 )
     return lists
 

@@ -127,20 +127,16 @@ class FlatLayout:
         cursor = 0
         for spec in specs:
             if spec.name in names:
-                raise ValueError(
-                    f"two parameters are called {spec.name!r}; names in a flat layout are unique"
-                )
+                raise ValueError(f"two parameters are called {spec.name!r}; their names must differ")
             names.add(spec.name)
             # A buffer has one dtype.
             if slots and spec.role is not slots[0].role:
                 raise ValueError(
-                    f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
-                    f"{slots[0].role.value}; pack them into two layouts"
+                    f"{spec.name!r} and {slots[0].name!r} have different roles; pack them into two layouts"
                 )
             # Independent of the number of ranks, so that other numbers of ranks can read a checkpoint.
             offset = _round_up(cursor, ELEMENT_ALIGNMENT)
-            shape = tuple(spec.shape)
-            slots.append(ParamSlot(spec.name, shape, spec.role, spec.placement, spec.partition, offset))
+            slots.append(ParamSlot(**{**vars(spec), "shape": tuple(spec.shape)}, offset=offset))
             cursor = slots[-1].end
         found = [_find_pack(name, parts, slots) for name, parts in packs]
         # They were found in the order of their layers, which need not be that of the parameters.
@@ -203,10 +199,8 @@ class FlatLayout:
         """Ranges [start, stop) of the padded buffer outside all slots, in address order."""
         # Ends and starts in turn: where a slot ends, the gap before the next one begins; the last gap is the
         # tail.
-        edges = [0]
-        for slot in self.slots:
-            edges += [slot.offset, slot.end]
-        edges.append(self.padded_numel(num_shards))
+        inside = [edge for slot in self.slots for edge in (slot.offset, slot.end)]
+        edges = [0, *inside, self.padded_numel(num_shards)]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
     def views(self, flat: Tensor) -> list[Tensor]:

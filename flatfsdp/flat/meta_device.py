@@ -53,7 +53,7 @@ def materialize(
     if init is None:
         for path, module in modules:
             _check_initialises_itself(path, module)
-    is_for_all = getattr(init, "after_children", False)
+    initialise, is_for_all = init or _reset, getattr(init, "after_children", False)
     replaced = [(owner, name, t) for _, owner in on_meta for name, t in _own_tensors(owner) if t.is_meta]
     # By tensor, so that tied parameters stay tied.
     made = {tensor: _empty_like(tensor, device) for _, _, tensor in replaced}
@@ -63,7 +63,7 @@ def materialize(
         with torch.no_grad():
             for path, module in reversed(modules):
                 if (path, module) in on_meta or (is_for_all and not _own_tensors(module)):
-                    _initialise(module, init)
+                    initialise(module)
         for path, owner in on_meta:
             _check_initialised(path, owner, set(made.values()))
     except BaseException:
@@ -103,16 +103,10 @@ def _check_initialises_itself(path: str, module: nn.Module) -> None:
             "param_init_fn=flatfsdp.compat.transformers.init_weights_of(model)"
         )
     if is_on_meta(module) and _reset_of(module) is None:
-        raise ValueError(
-            f"{name} is on the meta device and has no reset_parameters(); pass param_init_fn= to say how to "
-            "initialise it"
-        )
+        raise ValueError(f"{name} is on the meta device and has no reset_parameters(); pass param_init_fn=")
 
 
-def _initialise(owner: nn.Module, init: ParamInit | None) -> None:
-    if init is not None:
-        init(owner)
-        return
+def _reset(owner: nn.Module) -> None:
     reset = _reset_of(owner)
     assert reset is not None
     reset()

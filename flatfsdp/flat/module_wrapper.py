@@ -63,24 +63,16 @@ class ModuleWrapper(Transparent):
         """
         return self.module.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Leaves what is in `state_dict` to `module`, one level down.
 
-        `load_state_dict` passes a dict of its own, so its keys may be changed.
+        `load_state_dict` passes a dict of its own, so its keys may be changed; `others` are
+        `local_metadata, strict, missing_keys, unexpected_keys, error_msgs`.
         """
         rest = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         state_dict.update((f"{prefix}module.{key[len(prefix) :]}", value) for key, value in rest.items())
         # Reports from here on come from modules below, under "module."; see _report_original_names.
-        reports = (missing_keys, unexpected_keys, error_msgs)
+        _, _, *reports = others
         self._reports_from_below = prefix, [(report, len(report)) for report in reports]
 
 

@@ -114,11 +114,9 @@ class Packs:
                     continue
                 registered = [module._parameters.get(attribute) for module, attribute in pack.parts]
                 parts = tuple(part for part in registered if part is not None)
-                ours = [part for part in parts if part in own]
-                if len(ours) < len(registered):
-                    reason: str | None = "its parameters are not all in one unit"
-                else:
-                    reason = _why_not(ours, tensor, alignment)
+                reason: str | None = "its parameters are not all in one unit"
+                if own.issuperset(registered):
+                    reason = _why_not(parts, tensor, alignment)
                 if reason is None:
                     owners.setdefault(parts, {}).setdefault((owner, pack.name), f"{path}.{pack.name}")
                 else:

@@ -90,9 +90,8 @@ class AdamW(FusedOptimizer):
             raise ValueError(f"betas are {group['betas']!r}; they must be two numbers in [0, 1)")
         if self.moment_dtype == torch.bfloat16 and max(group["betas"]) > LARGEST_BF16_BETA:
             raise ValueError(
-                f"betas are {group['betas']!r} and moment_dtype is torch.bfloat16, whose 8 bits cannot hold "
-                f"moments that change so slowly; use betas of at most {LARGEST_BF16_BETA}, such as "
-                "(0.9, 0.95), or FP32 moments"
+                f"betas are {group['betas']!r}, and bf16 moments cannot change so slowly; use betas of at "
+                f"most {LARGEST_BF16_BETA}, such as (0.9, 0.95), or FP32 moments"
             )
         for name in ("amsgrad", "maximize"):
             if group.get(name):
@@ -127,18 +126,15 @@ class AdamW(FusedOptimizer):
 
     def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Sequence[Tensor]:
         # One launch for all counts of a kind, instead of several for each.
-        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, (due, _) in enumerate(counted):
-            by_kind.setdefault((due.updated.parameter.device, due.updated.parameter.dtype), []).append(index)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Corrected]]] = {}
+        for index, (due, step) in enumerate(counted):
+            group, parameter = due.updated.group, due.updated.parameter
+            options = Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append((index, step, options))
         found: dict[int, Tensor] = {}
-        for (_, dtype), indices in by_kind.items():
-            steps = [counted[index][1] for index in indices]
-            groups = [counted[index][0].updated.group for index in indices]
-            options = [
-                Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))
-                for group in groups
-            ]
-            found.update(zip(indices, bias_corrected(steps, options, wide_of(dtype)), strict=True))
+        for (_, dtype), of_kind in by_kind.items():
+            indices, steps, of_steps = zip(*of_kind, strict=True)
+            found.update(zip(indices, bias_corrected(steps, of_steps, wide_of(dtype)), strict=True))
         return [found[index] for index in range(len(counted))]
 
     def _update(

@@ -138,11 +138,7 @@ def norm_over_ranks(
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
     # The largest over replicas, so that a NaN on one of them stops all.
     norm = norm_over(replicas, norm, math.inf, identity)
-    if stages.size == 1:
-        return norm
-    # Stages may have other dtypes, and other settings.
-    identity = Identity(Action.NORM) if identity is None else identity
-    return norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
+    return norm_over_stages(stages, norm, norm_type, identity).to(dtype)
 
 
 def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Ranks:
@@ -166,9 +162,7 @@ def require_same_grid(grids: Iterable[Grid]) -> None:
     """
     sizes = sorted({grid.num_ranks for grid in grids})
     if len(sizes) > 1:
-        raise ValueError(
-            f"a unit is spread over {sizes[0]} ranks and the model over {sizes[-1]}; clip such units alone"
-        )
+        raise ValueError(f"some units are spread over {sizes[0]} ranks, not {sizes[-1]}; clip them alone")
 
 
 def widest(grads: Iterable[Tensor]) -> torch.dtype:
@@ -220,6 +214,13 @@ def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identit
             all_gather(everyones.view(-1), powers.reshape(-1), ranks)
         powers = everyones.amax(0) if math.isinf(norm_type) else everyones.sum(0)
     return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)
+
+
+def norm_over_stages(stages: Ranks, norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
+    """Combines the norms of all stages, which may have other dtypes, and other settings."""
+    if stages.size == 1:
+        return norm
+    return norm_over((stages,), norm.double(), norm_type, identity or Identity(Action.NORM))
 
 
 # ---- whether a step is taken ------------------------------------------------------------------------------
@@ -297,8 +298,7 @@ def judge(
     worst = norm_over(together, local_norm(grads, widest(grads), device, 2.0), math.inf, identity)
     if stages.size > 1:
         # Other stages may join this as a part of their norm.
-        identity = Identity(Action.NORM) if identity is None else identity
-        worst = norm_over((stages,), unless_finite(worst).double(), math.inf, identity)
+        worst = norm_over_stages(stages, unless_finite(worst), math.inf, identity)
     return Verdict.by(worst, is_norm=False)
 
 
@@ -340,7 +340,6 @@ class Awaited(NamedTuple):
         if not math.isfinite(worst):
             what = f"the gradient norm was {worst}" if self.is_norm else "gradients were not finite"
             raise NonFiniteGradientError(
-                f"{what} in the last optimizer step, so that it changed nothing on any rank: its parameters, "
-                "moments, step counts and FP8 scales are as before that step; look for NaN or overflow in "
-                'its backward, or leave out such steps with nonfinite="skip"'
+                f"{what} in the last optimizer step, so that it changed nothing on any rank; look for NaN or "
+                'overflow in its backward, or leave out such steps with nonfinite="skip"'
             )

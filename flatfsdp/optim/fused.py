@@ -178,9 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         # Only now is there a list: parameters may come as a generator, which can be read once.
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
-                raise ValueError(
-                    f"{type(self).__name__} updates floating-point parameters, not {parameter.dtype}"
-                )
+                raise ValueError(f"parameters must be floating-point, not {parameter.dtype}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict, after a check of its options."""
@@ -483,14 +481,12 @@ def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
     what = f"a parameter of shape {tuple(parameter.shape)} is of a layer that tensor-parallel ranks share"
     if clips:
         raise ValueError(
-            f"max_grad_norm is set, and {what}, so that no rank knows the norm; shard the layer with "
-            "FlatFSDP, or clip gradients before the step, without max_grad_norm"
+            f"max_grad_norm is set, and {what}: no rank knows the norm; shard the layer, or clip beforehand"
         )
     ranks = TENSOR_PARALLEL_RANKS.of(parameter)
     if not ranks:
         raise ValueError(
-            f"{what} and that does not say which ranks these are (tensor_parallel_ranks), so nobody can tell "
-            'if all of their gradients are finite; shard the layer with FlatFSDP, or set nonfinite="step"'
+            f'{what}, without tensor_parallel_ranks; shard the layer with FlatFSDP, or set nonfinite="step"'
         )
     yield ranks
 
@@ -511,8 +507,7 @@ def covering(
             continue
         if not end <= start <= stop <= piece.stop:
             raise ValueError(
-                f"run [{start}, {stop}) begins before {end} or ends behind {piece.stop}; they ascend "
-                "without an overlap, inside the parameter, and none is in two pieces of it"
+                f"run [{start}, {stop}) begins before {end} or ends behind {piece.stop}; runs ascend"
             )
         if start > end:
             yield end, start, None

@@ -22,6 +22,7 @@ then, which the same launch only copies for the next forward:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -173,27 +174,23 @@ class Joined(Updated):
         Args:
             grads: by view, its own gradient, or the one of all views together; idle views have none.
         """
-        found: list[list[int]] = []
-        before: tuple[Tensor | None, Tensor | None] | None = None
-        for number in self._views:
-            now = grads.get(number), self._steps.get(number)
+
+        def told_apart_by(number: int) -> tuple[int, int]:
             # By identity: views with one gradient tensor, and one count, are updated by one run.
-            if before is None or now[0] is not before[0] or now[1] is not before[1]:
-                found.append([])
-            found[-1].append(number)
-            before = now
-        edges = [0, *(self._views[numbers[0]][1] for numbers in found[1:]), self.parameter.numel()]
+            return id(grads.get(number)), id(self._steps.get(number))
+
+        firsts = [next(numbers) for _, numbers in groupby(self._views, told_apart_by)]
+        edges = [0, *(self._views[first][1] for first in firsts[1:]), self.parameter.numel()]
         pieces = []
-        for numbers, start, stop in zip(found, edges, edges[1:], strict=False):
-            found_grad = grads.get(numbers[0])
+        for first, start, stop in zip(firsts, edges, edges[1:], strict=False):
+            grad = grads.get(first)
             # As long as the run: the gradient of all its views together.
-            if found_grad is None or found_grad.numel() == self.parameter.numel():
-                part = None if found_grad is None else found_grad[start:stop]
-                pieces.append(DuePiece(start, stop, part, numbers[0]))
-            else:
+            if grad is not None and grad.numel() == self.parameter.numel():
+                grad = grad[start:stop]
+            elif grad is not None:
                 # A gradient of its own is as long as its view, without the gap behind.
-                _, start, stop = self._views[numbers[0]]
-                pieces.append(DuePiece(start, stop, found_grad, numbers[0]))
+                _, start, stop = self._views[first]
+            pieces.append(DuePiece(start, stop, grad, first))
         return pieces
 
     def state(self, states: State) -> dict[str, Any]:

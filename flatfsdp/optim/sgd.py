@@ -78,8 +78,7 @@ class SGD(FusedOptimizer):
                 raise ValueError(f"{name} is {group[name]!r}; it must be 0 or positive")
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
-                f"nesterov is set with momentum={group['momentum']!r} and dampening={group['dampening']!r}; "
-                "it needs a momentum and no dampening"
+                f"nesterov needs momentum and no dampening, not {group['momentum']!r}, {group['dampening']!r}"
             )
         if group.get("maximize"):
             raise ValueError("a parameter group has maximize=True, which this SGD does not support")

@@ -237,8 +237,7 @@ class FlatStage(PipelineStage):
             takes = ends.get(index + 1, ("", ""))[0]
             if gives and takes and gives != takes:
                 raise RuntimeError(
-                    f"stage {index} gives {gives}, and stage {index + 1} takes {takes}; build all stages "
-                    "from the same configuration, batch and sequence"
+                    f"stage {index} gives {gives}, and stage {index + 1} takes {takes}; build both alike"
                 )
 
     @property
@@ -408,14 +407,10 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     """Units in `module` that are in no other unit, each once."""
     units = list(distinct_units(module))
     if not units:
-        raise ValueError(
-            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it first"
-        )
+        raise ValueError(f"stage {stage_index}, a {type(module).__name__}, has no unit; shard it first")
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
-            raise ValueError(
-                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP; shard the whole stage"
-            )
+            raise ValueError(f"parameter {name} of stage {stage_index} is in no unit; shard the whole stage")
     inner = {below for wrapped in units for _, below in units_in(wrapped) if below is not wrapped}
     return [wrapped for wrapped in units if wrapped not in inner]
 
@@ -424,9 +419,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     """Makes `wrapped` the root of the units inside.  Collective over the ranks that have the same stage."""
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state:
-        raise ValueError(
-            f"stage {stage_index} is part of a larger sharded module; shard each stage by itself"
-        )
+        raise ValueError(f"stage {stage_index} is part of a larger sharded module; shard each by itself")
     return root
 
 
@@ -458,7 +451,6 @@ def _refuse_splits(schedule: Schedule) -> None:
 
 def _split_message(schedule: str) -> str:
     return (
-        f"{schedule} splits each backward into one for the inputs and one for the weights (zero bubble), and "
-        "FlatFSDP reduces a unit when one whole backward has brought all its gradients; use ScheduleGPipe, "
-        "Schedule1F1B or ScheduleInterleaved1F1B"
+        f"{schedule} splits each backward into one for the inputs and one for the weights (zero bubble), "
+        "which FlatFSDP cannot reduce; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
     )

@@ -96,9 +96,7 @@ class ModelJob:
         def require_replays() -> None:
             if graphs is not None and rank.device.type == "cuda" and not graphs.replays:
                 raise RuntimeError(
-                    f"none of the microbatches of {self.steps} steps was replayed, so both runs would be "
-                    "eager: the log says why, or they are too few (two of each kind are eager, and one is "
-                    "recorded); leave the switch out otherwise"
+                    f"no microbatch of {self.steps} steps was replayed: the log says why, or take more steps"
                 )
 
         interruptions = Interruptions(model, optimizer, microbatch, loss_of_batch, region)

@@ -96,22 +96,17 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
     }
 
 
-class _LocalShard(NamedTuple):
-    """This rank's part of a parameter, whose first element is `first` of the flattened whole."""
+def _local_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sequence[int], int]]:
+    """Yields this rank's parts of all parameters, but for empty ones.
 
-    name: str
-    parameter: nn.Parameter
-    shape: Sequence[int]
-    first: int
-
-
-def _local_shards(model: nn.Module) -> Iterator[_LocalShard]:
-    """Yields this rank's parts of all parameters, under their original names, but for empty ones."""
+    Each comes with its original name, the shape of the whole parameter, and the index of the part's first
+    element in that, flattened.
+    """
     for prefix, group in named_groups(model):
         begin = group.master.grid.shard.rank * group.master.flat.numel()
         for (parameter, _, _), slot in zip(group.master.local_shards, group.layout.slots, strict=True):
             if parameter.numel():
-                yield _LocalShard(prefix + slot.name, parameter, slot.shape, max(begin - slot.offset, 0))
+                yield prefix + slot.name, parameter, slot.shape, max(begin - slot.offset, 0)
 
 
 def differences_on_all_ranks(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
 
-OnStep = Callable[[float, float], None]
-"""Callback with the loss and the milliseconds of a step, after every step."""
+OnStep = Callable[[float], None]
+"""Callback with the loss of a step, after every step."""
 
 AfterBackward = Callable[[int, "Trainee"], None]
 """Callback with the number of a step, when a step's gradients are reduced and not yet clipped."""
@@ -136,9 +137,10 @@ def train(
     count = trainee.microbatches
     ledgers = [root.fsdp_state.shared.ledger for root in trainee.roots]
     losses, norms, times, local_losses = [], [], [], []
+    to_device = methodcaller("to", rank.device)
     batches = iter(trainee.batches)
     for step in range(trainee.steps):
-        of_step = [_moved(batch, rank.device) for batch in islice(batches, count)]
+        of_step = [map_tensors(to_device, batch) for batch in islice(batches, count)]
         if len(of_step) < count:
             raise ValueError(
                 f"batches ended in step {step} on rank {rank.index}; there must be {trainee.steps * count}"
@@ -158,7 +160,7 @@ def train(
         local_losses.append(losses_m.cpu())
         sent = losses_m if found else torch.zeros(count, device=rank.device)
         losses.append(_mean(sent, rank.world, trainee.with_losses))
-        on_step(losses[-1], times[-1])
+        on_step(losses[-1])
     trainee.at_end()
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = max(sum(ledger.parameters for ledger in ledgers), 1)
@@ -166,16 +168,8 @@ def train(
     # The first step allocates and records the order of the units.
     ms = statistics.median(times[1:] or times)
     copied = sum(moved.get(name, 0.0) for name in LOCAL_COPIES)
-    return Trained(
-        RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied),
-        torch.stack(local_losses),
-        trainee.model,
-        trainee.optimizer,
-    )
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), batch)
+    summary = RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied)
+    return Trained(summary, torch.stack(local_losses), trainee.model, trainee.optimizer)
 
 
 def _now(device: torch.device) -> float:

@@ -161,7 +161,8 @@ def verify(
         RuntimeError: if no microbatch was replayed, and the switch is "replay".
     """
     job = ModelJob(build_model, batches, policy, loss, steps, microbatches, lr, max_norm, seed)
-    rank = Rank(dist.get_rank(), dist.get_world_size(), _device(device))
+    default = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    rank = Rank(dist.get_rank(), dist.get_world_size(), indexed(torch.device(device or default)))
     model = job.built()
     usual = Sharding(precision or default_precision(dict(model.named_parameters())), recipe)
     fuses = next(fusing(model), None) is not None
@@ -182,12 +183,6 @@ def verify(
     ]
     options = {"steps": steps, "microbatches": microbatches, "lr": lr, "max_norm": max_norm, "seed": seed}
     return Parity(rows, left_out, {"world_size": rank.world, "options": options})
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return indexed(torch.device(device))
 
 
 def compare(
@@ -213,16 +208,16 @@ def compare(
     """
     # On one rank only, and not the one that reports: the verdict must come from all ranks.
     damages = self_test and rank.index == rank.world - 1
+
+    def observed(
+        sharding: Sharding, recorder: GradientRecorder
+    ) -> tuple[RunSummary, dict[str, NamedTensors]]:
+        # The model is freed at the end.
+        trained = train(make, sharding, rank, on_step, recorder)
+        return trained.summary, evidence(trained, recorder.gradients)
+
     off, on = switch.applied(usual)
-    first, first_evidence = _observed(make, off, rank, on_step, GradientRecorder())
-    second, second_evidence = _observed(make, on, rank, on_step, GradientRecorder(damages))
+    first, first_evidence = observed(off, GradientRecorder())
+    second, second_evidence = observed(on, GradientRecorder(damages))
     differences = differences_on_all_ranks(first_evidence, second_evidence, rank)
     return Comparison(switch, first, second, differences, about or {})
-
-
-def _observed(
-    make: MakeTrainee, sharding: Sharding, rank: Rank, on_step: OnStep, recorder: GradientRecorder
-) -> tuple[RunSummary, dict[str, NamedTensors]]:
-    """Runs one and returns its summary and evidence; the model is freed."""
-    trained = train(make, sharding, rank, on_step, recorder)
-    return trained.summary, evidence(trained, recorder.gradients)

@@ -56,14 +56,11 @@ class Settings(Generic[Sizes]):
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "microbatches", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not self.lr > 0:
             raise ValueError(f"lr is {self.lr}; it must be above 0")
 
     def sampler(self) -> Sampler:
-        """Reads the data; raises DataError if it cannot be used."""
+        """Reads the data; raises ValueError or OSError if it cannot be used."""
         return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
 
     def batches(self, sampler: Sampler, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -120,13 +117,11 @@ def check_sizes(settings: Settings[GPTConfig], precision: PrecisionName, *, inte
     Raises:
         ValueError: if it cannot.
     """
-    hidden, tokens = settings.model.hidden, settings.batch * settings.model.seq
     # Interruptions halve microbatches.
-    least = (hidden, tokens // 2 if interrupts else tokens)
-    if precision.recipe is not None and any(size % ALIGNMENT for size in least):
+    hidden, tokens = settings.model.hidden, settings.batch * settings.model.seq // (2 if interrupts else 1)
+    if precision.recipe is not None and (hidden % ALIGNMENT or tokens % ALIGNMENT):
         raise ValueError(
-            f"hidden is {hidden} and batch * seq {tokens}; FP8 GEMMs need multiples of {ALIGNMENT}"
-            f"{', also of half of the tokens' if interrupts else ''}"
+            f"hidden is {hidden}, and GEMMs of {tokens} tokens; FP8 needs multiples of {ALIGNMENT} of both"
         )
 
 

@@ -408,8 +408,7 @@ def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
     alias = torch.as_tensor(_CudaArray(pinned), device=device)
     if alias.data_ptr() != pinned.data_ptr():
         raise RuntimeError(
-            f"pinned CPU memory is not addressable on {device}, where collectives say what they are for; "
-            "pass debug=Debug(check_collectives=False)"
+            f"pinned CPU memory is not addressable on {device}; pass debug=Debug(check_collectives=False)"
         )
     return alias
 

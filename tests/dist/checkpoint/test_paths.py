@@ -61,7 +61,7 @@ def test_ranks_with_different_paths_are_told_so(tmp_path: Path, rank: int) -> No
     before = run.digest()
     # Which of them exists, and whether both do, makes no difference.
     for names in (("one", "missing"), ("missing", "one"), ("one", "other")):
-        told = rf"ranks were given different paths: rank 0 .*/{names[0]}, rank 1 .*/{names[1]}; pass the same"
+        told = rf"ranks were given different paths: rank 0 .*/{names[0]}, rank 1 .*/{names[1]}; pass one"
         with pytest.raises(ValueError, match=told):
             checkpoint.load(tmp_path / names[rank], run.model, run.optimizer)
         with pytest.raises(ValueError, match=told):

@@ -41,9 +41,9 @@ def test_ranks_are_forks_of_a_process_with_one_thread_that_has_imported_what_the
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("flatfsdp.cli.app.train_on_rank", fail_on_rank_1)
+    monkeypatch.setattr("flatfsdp.cli.verify.rows_on_rank", fail_on_rank_1)
     start = time.monotonic()
-    result = CliRunner().invoke(app, ["train", "--device", "cpu", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["verify", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "in fail_on_rank_1" in result.output
     assert "RuntimeError: on purpose" in result.output

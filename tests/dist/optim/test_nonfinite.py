@@ -330,7 +330,7 @@ def test_ordinary_layers_that_ranks_share(rank: int, bad_rank: int) -> None:
     declare_split(unknown, 0, (8,))
     unknown.grad = torch.ones(4, 4)
     optimizer = SGD([unknown], lr=0.1)
-    with pytest.raises(ValueError, match=r'does not say which ranks .* nonfinite="step"'):
+    with pytest.raises(ValueError, match=r'without tensor_parallel_ranks; .* nonfinite="step"'):
         optimizer.step()
     optimizer.nonfinite = "step"
     optimizer.step()

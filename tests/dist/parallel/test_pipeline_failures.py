@@ -54,10 +54,10 @@ def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     mesh = mesh_of(2, 1)
     options: dict[str, Any] = {"group": mesh.get_group("pp")}
     part = parts(2)[rank]
-    with pytest.raises(ValueError, match="contains no unit of FlatFSDP"):
+    with pytest.raises(ValueError, match="has no unit; shard it first"):
         FlatStage(part, rank, 2, **options)
     part.blocks[0] = shard(part.blocks[0], mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no unit of FlatFSDP"):
+    with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no unit; shard the whole"):
         FlatStage(part, rank, 2, **options)
     model = shard(part, by_class(Block), mesh=mesh["dp"])
     with pytest.raises(ValueError, match="one of input_args and output_args"):

@@ -80,7 +80,7 @@ def test_the_command_line_without_what_it_stands_on() -> None:
 
     Commands that draw nothing run without matplotlib, which takes as long to import as all of the library.
     """
-    needs = (("rich", "plan"), ("typer", "plan"), ("matplotlib", "train"), ("matplotlib", "verify"))
+    needs = (("rich", "plan"), ("typer", "plan"), ("matplotlib", "verify"))
     draws_nothing = ("matplotlib", "plan", "--preset", "8b", "--gpus", "4", "--json")
     stdout, said = command_lines_without(*needs, draws_nothing)
     for (missing, _), words in zip(needs, said, strict=False):

@@ -103,7 +103,7 @@ def test_arguments_in_another_order_are_named(tmp_path: Path) -> None:
         shard(by_class(nn.Linear), plain)  # type: ignore[type-var]
     with pytest.raises(TypeError, match=r"not a list first\. Several modules are one unit as parts"):
         shard([plain[0], plain[1]])  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"not a list: microbatches\(model, batches\)"):
+    with pytest.raises(TypeError, match=r"microbatches\(model, batches\) takes the model first, not a list"):
         next(iter(microbatches([torch.ones(1)], plain)))  # type: ignore[arg-type]
     shard(plain)
     for call in (checkpoint.save, checkpoint.load):

@@ -192,7 +192,7 @@ def test_bad_names(names, message):
 
 def test_flat_param_with_several_groups_says_how_many():
     """A property's AttributeError must not turn into one about the wrapped module."""
-    with pytest.raises(AttributeError, match="has 2 flat parameters; use flat_params"):
+    with pytest.raises(AttributeError, match="there are 2 flat parameters; use flat_params"):
         wrap_all(groups=two_groups).flat_param  # noqa: B018
     with pytest.raises(AttributeError, match="'TiedLM' object has no attribute 'nonsense'"):
         wrap_all().nonsense  # noqa: B018

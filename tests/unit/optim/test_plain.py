@@ -397,8 +397,8 @@ def test_bf16_moments_train_like_fp32_ones() -> None:
         (AdamW, {"moment_dtype": torch.float16}, r"moment_dtype is torch\.float16"),
         (AdamW, {"moment_dtype": torch.bfloat16}, r"\(0\.9, 0\.999\).*at most 0\.99"),
         (SGD, {"momentum": -0.5}, r"momentum is -0\.5"),
-        (SGD, {"nesterov": True}, r"nesterov is set with momentum=0\.0"),
-        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, r"dampening=0\.1"),
+        (SGD, {"nesterov": True}, r"nesterov needs momentum and no dampening, not 0\.0"),
+        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, r"no dampening, not 0\.9, 0\.1"),
     ],
 )
 def test_options_out_of_their_range(kind: Any, options: dict[str, Any], message: str) -> None:
