@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flatfsdp.layers.attention.dot_product import DotProductAttention
+from flatfsdp.layers.attention.heads import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.masks import Window
-from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
 from flatfsdp.layers.layer_options import (
     AttentionOptions,

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.dot_product import DotProductAttention
+from flatfsdp.layers.attention.heads import HeadsOf, split_qkv
 from flatfsdp.layers.attention.masks import WindowMasks
-from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
 from tests.support import plain_layers as plain
 from tests.support.assertions import saved_by
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatfsdp.contract.packed import PACKED_PARTS, leave_packed
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, LinearCrossEntropy
-from flatfsdp.layers.attention.qkv import HeadsOf, add_to_slices, heads_of_projection
+from flatfsdp.layers.attention.heads import HeadsOf, add_to_slices, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, norm_linear, prepare

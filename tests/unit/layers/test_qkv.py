@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.layers.attention.qkv import HeadsOf, split_qkv
+from flatfsdp.layers.attention.heads import HeadsOf, split_qkv
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.support import plain_layers as plain
 from tests.support.assertions import assert_equal

@@ -18,7 +18,7 @@ from flatfsdp.compat.transformers.fused.half import FusedHalf, HalfMaps
 from flatfsdp.compat.transformers.fused.small import norm_of, tables_of
 from flatfsdp.compat.transformers.fused.why_not import captures_attentions, no_linear
 from flatfsdp.layers.attention import sdpa
-from flatfsdp.layers.attention.qkv import HeadsOf, add_to_slices, heads_of_projection
+from flatfsdp.layers.attention.heads import HeadsOf, add_to_slices, heads_of_projection
 from flatfsdp.layers.calls import linear, norm_linear, prepare
 
 
