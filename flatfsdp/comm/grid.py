@@ -103,7 +103,8 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[Ranks, Ranks]:
     """The ranks to shard over, and those to replicate over."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh is a {type(mesh).__name__}, not a DeviceMesh; DeviceMesh.from_group(group, 'cuda') is one"
+            f"mesh is a {type(mesh).__name__}; it must be a DeviceMesh: DeviceMesh.from_group(group, 'cuda') "
+            "makes one of a process group, and make_mesh(...).dp is one"
         )
     if mesh.ndim > 2:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")

@@ -190,10 +190,10 @@ def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
         shard(block(), mesh=DeviceMesh.from_group(alone, "cpu"), tp_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"is of a layer that ranks \[\d, \d\] share, .* got a tp_group"):
+    with pytest.raises(ValueError, match=r"ranks \[\d, \d\] share the layer of .* got a tp_group"):
         # Swapped, and of the same sizes.
         shard(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"))
-    with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
+    with pytest.raises(ValueError, match=r"share the layer of parameter \w*weight, .* got no tp_group"):
         shard(layer(), mesh=mesh["dp"])
     copied = layer()
     # Past the layer, which would mark it.
