@@ -17,7 +17,7 @@ from lib.llama import Llama, LlamaConfig, mean_loss
 
 OF_LAYER = {
     "self_attention.layernorm_qkv.layer_norm_weight": "norm_attention.weight",
-    "self_attention.layernorm_qkv.weight": "attention.heads.weight",
+    "self_attention.layernorm_qkv.weight": "attention.qkv.weight",
     "self_attention.proj.weight": "attention.out.weight",
     "layernorm_mlp.layer_norm_weight": "norm_mlp.weight",
     "layernorm_mlp.fc1_weight": "mlp.gate_up.weight",

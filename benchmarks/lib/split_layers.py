@@ -174,7 +174,7 @@ class Problem:
         config = self.config
         kv = config.kv_heads * config.head_dim
         return {
-            "attention.heads.weight": (0, (config.hidden, kv, kv)),
+            "attention.qkv.weight": (0, (config.hidden, kv, kv)),
             "attention.out.weight": (1, (config.hidden,)),
             "mlp.gate_up.weight": (0, (config.ffn, config.ffn)),
             "mlp.down.weight": (1, (config.ffn,)),
@@ -389,7 +389,7 @@ def _plan(mode: Mode) -> dict[str, ParallelStyle]:
     norms = ("norm_attention", "norm_mlp") if mode.split.splits_sequence else ()
     return {
         **{norm: SequenceParallel(sequence_dim=0) for norm in norms},
-        **{name: column(input_layouts=between) for name in ("attention.heads", "mlp.gate_up")},
+        **{name: column(input_layouts=between) for name in ("attention.qkv", "mlp.gate_up")},
         **{name: row(output_layouts=between) for name in ("attention.out", "mlp.down")},
     }
 

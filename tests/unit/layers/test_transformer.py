@@ -250,7 +250,7 @@ def test_names_are_transformer_engines() -> None:
     }
     assert isinstance(layer.self_attention.core_attention, nn.Module)
     assert {*TransformerLayer(HIDDEN, FFN, HEADS, output_layernorm=True).state_dict()} >= {
-        "self_attention.heads.query_weight",
+        "self_attention.qkv.query_weight",
         "layernorm.weight",
         "layernorm.bias",
     }
