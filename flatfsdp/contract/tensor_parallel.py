@@ -110,7 +110,9 @@ class TensorParallel:
             raise ValueError(f"{layer}: tp_size is {tp_size}; it must be at least 1")
         ranks = Ranks.of(tp_group) if tp_group is not None or tp_size == 1 else LateRanks(layer, tp_size)
         if tp_size not in (1, ranks.size):
-            raise ValueError(f"{layer}: tp_size is {tp_size}, but tp_group has {ranks.size}; leave it out")
+            raise ValueError(
+                f"{layer}: tp_size is {tp_size}, and tp_group has {ranks.size} ranks; leave tp_size out"
+            )
         if overlap and ranks.size > 1 and not sequence_parallel:
             raise ValueError(f"{layer}: tp_overlap cuts what sequence_parallel=True sends; set that, too")
         # On one rank there is nothing to split, as in Transformer Engine.
