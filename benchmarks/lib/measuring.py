@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from flatfsdp import microbatches, replayed
 from flatfsdp.comm.launch import Rank
 from flatfsdp.engine.api.methods import UnitMethods
-from flatfsdp.engine.replay.lifecycle import Replayed
+from flatfsdp.engine.replay.eager_or_replayed import Replayed
 from flatfsdp.engine.whole.units import UnitModule, named_groups
 from flatfsdp.profiling import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks

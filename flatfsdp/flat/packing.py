@@ -2,7 +2,7 @@
 
 In:   the modules of one unit, which declare packs (`contract/packed.py`), and its parameters.
 Out:  `PackedParams` for each set of parameters that can be one operand; their order; what is stored in FP8.
-Next: `layout.py` makes a `PackedSlot` of each, `engine/storage/operands.py` a tensor.
+Next: `layout.py` makes a `PackedSlot` of each, `engine/storage/packed_operands.py` a tensor.
 
     flat     | q_proj.weight | k_proj.weight | v_proj.weight |gap| o_proj.weight |
     packs   |<---------------- qkv_weight ----------------->|

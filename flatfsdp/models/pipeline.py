@@ -20,7 +20,7 @@ from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
 from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import by_class
-from flatfsdp.engine.replay.lifecycle import replayed
+from flatfsdp.engine.replay.eager_or_replayed import replayed
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer

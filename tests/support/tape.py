@@ -194,7 +194,7 @@ def _looking_at_watches(root: Root) -> None:
 def taped() -> Iterator[None]:
     """Context in which `flatfsdp.replayed` replays on the CPU."""
     with (
-        mock.patch("flatfsdp.engine.replay.lifecycle.graphs_on", side_effect=lambda _: TapeGraphs()),
+        mock.patch("flatfsdp.engine.replay.eager_or_replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
         mock.patch("flatfsdp.engine.storage.master.uses_of_memory", _uses_of_memory),
         mock.patch.object(Surroundings, "_collected", _collecting),
         mock.patch.object(Surroundings, "markers_are_in_place", property(_looking_at_markers)),

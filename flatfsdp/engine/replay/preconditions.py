@@ -2,7 +2,7 @@
 
 In:   a model between two microbatches.
 Out:  `Facts`, equal as long as a replay computes what an eager microbatch would.
-Next: `lifecycle.py` compares them before each microbatch.
+Next: `eager_or_replayed.py` compares them before each microbatch.
 """
 
 from __future__ import annotations

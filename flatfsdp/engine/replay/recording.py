@@ -2,7 +2,7 @@
 
 In:   a function that runs a microbatch, inputs at addresses of their own.
 Out:  the same kernels and collectives again, for other inputs, with one launch by the host.
-Next: `lifecycle.py` decides when.
+Next: `eager_or_replayed.py` decides when.
 """
 
 from __future__ import annotations

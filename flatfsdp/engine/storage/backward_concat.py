@@ -11,7 +11,7 @@ Next: `engine/step/driven_unit.py` counts what has landed.
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
     take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
-    pack       the tensor that layers read in place of several parameters, see `operands.py`
+    pack       the tensor that layers read in place of several parameters, see `packed_operands.py`
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.packed import leave_packed
 from flatfsdp.engine.storage.main_grad import MainGrad
-from flatfsdp.engine.storage.operands import Operands, PackedTensors
+from flatfsdp.engine.storage.packed_operands import Operands, PackedTensors
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import (

@@ -23,7 +23,7 @@ from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.storage.operands import Operands
+from flatfsdp.engine.storage.packed_operands import Operands
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many

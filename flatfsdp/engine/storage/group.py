@@ -34,7 +34,7 @@ from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8Shard, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import KeptGrad, MasterShard
-from flatfsdp.engine.storage.operands import Operands
+from flatfsdp.engine.storage.packed_operands import Operands
 from flatfsdp.engine.storage.state import GroupFacts, ShardState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UNREDUCED
 from flatfsdp.flat.binding import Binding

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Precision, microbatches, shard
-from flatfsdp.engine.replay.lifecycle import keep_addresses
+from flatfsdp.engine.replay.eager_or_replayed import keep_addresses
 from flatfsdp.engine.step import root as roots
 from flatfsdp.engine.storage.main_grad import SMALL
 from flatfsdp.engine.storage.shard_grad import plain

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import by_class, microbatches, replayed, shard
-from flatfsdp.engine.replay.lifecycle import Replayed
+from flatfsdp.engine.replay.eager_or_replayed import Replayed
 from flatfsdp.engine.replay.preconditions import facts_of
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import root_of

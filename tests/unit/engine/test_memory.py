@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
-from flatfsdp.engine.replay.lifecycle import keep_addresses
+from flatfsdp.engine.replay.eager_or_replayed import keep_addresses
 from flatfsdp.engine.whole.memory import MemoryReport
 from flatfsdp.engine.whole.units import root_of
 from flatfsdp.flat.layout import Role

@@ -38,7 +38,7 @@ from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
 from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.replay.lifecycle import replayed
+from flatfsdp.engine.replay.eager_or_replayed import replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.microbatch import microbatches
 
