@@ -24,7 +24,12 @@ Batch = TypeVar("Batch")
 class Microbatch:
     """Position in the running step.
 
+    Args:
+        turns: number of lanes that this rank works through in a step (`comm/lanes.py`).
+
     Attributes:
+        turns: the same; gradients are reduced at the end of each turn.
+        per_turn: number of microbatches in a turn; None outside of a loop that knows it.
         is_first: whether this is the first microbatch of a step; set by `microbatches`.
         is_last: whether the running backward, or the next one, is the last of the step.
         index: number of backwards finished in this step.
@@ -37,7 +42,9 @@ class Microbatch:
         at_end_of_step: called at the end of each step, whether it was reduced or abandoned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: int = 1) -> None:
+        self.turns = turns
+        self.per_turn: int | None = None
         self.is_first = True
         self.is_last = True
         self.index = 0
@@ -49,6 +56,28 @@ class Microbatch:
         self._loop: object = None
         self._loop_step = -1
 
+    @property
+    def turn(self) -> int:
+        """Number of turns that are over in this step."""
+        return 0 if self.per_turn is None else self.index // self.per_turn
+
+    @property
+    def ends_turn(self) -> bool:
+        """Whether the running backward, or the next one, is the last of its turn."""
+        return self.is_last or (self.per_turn is not None and (self.index + 1) % self.per_turn == 0)
+
+    def require_turns(self) -> None:
+        """Checks that something tells where each turn ends.
+
+        Raises:
+            RuntimeError: outside of `microbatches`, if there are several turns.
+        """
+        if self.turns > 1 and self.per_turn is None:
+            raise RuntimeError(
+                f"each rank works through {self.turns} lanes in a step; run all its microbatches inside "
+                "flatfsdp.microbatches(model, batches), which tells where a lane ends"
+            )
+
     def end_step(self) -> None:
         """Ends the step, whether it was reduced or abandoned."""
         self.step += 1
@@ -57,8 +86,23 @@ class Microbatch:
         for callback in self.at_end_of_step:
             callback()
 
-    def begin_loop(self, loop: object) -> None:
-        """Begins a `microbatches` loop; what an unfinished step accumulated becomes stale."""
+    def begin_loop(self, loop: object, total: int | None) -> None:
+        """Begins a `microbatches` loop; what an unfinished step accumulated becomes stale.
+
+        Args:
+            loop: what `end_loop` is told again.
+            total: number of its microbatches; None if that is not known.
+
+        Raises:
+            ValueError: if the turns of this rank cannot have equally many.
+        """
+        if total is not None and total % self.turns:
+            raise ValueError(
+                f"{total} microbatches on a rank that works through {self.turns} lanes in a step: each lane "
+                f"has to have equally many; take a multiple of {self.turns} on all ranks, and leave out what "
+                "an epoch has too few of at its end"
+            )
+        self.per_turn = None if total is None else total // self.turns
         self._leave_loop()
         self._loop = loop
         self.end_step()
@@ -69,6 +113,7 @@ class Microbatch:
         if self._loop is loop:
             self.is_first = self.is_last = True
             self._leave_loop()
+            self.per_turn = None
 
     def _leave_loop(self) -> None:
         """Notes that what was accumulated without a last backward is to be dropped."""
@@ -95,7 +140,8 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yields the batches of one optimizer step, and tells FlatFSDP which is the first and the last.
 
     Run forward and backward of each batch inside the loop; gradients are reduced in the last one's
-    backward (or in each, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a generator.
+    backward (or in each, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a generator;
+    with several lanes a rank, whose ends depend on the number of batches, it takes all of them at first.
     If the last batch gets no backward, because the loop was left with `break` or the batch was skipped, the
     step reduces nothing.  Accumulated gradients are dropped, with a warning, and an optimizer's step before
     the next forward raises, unless `zero_grad()` was called.
@@ -106,17 +152,22 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
 
     Raises:
         TypeError: if `model` is no module.
+        ValueError: if the lanes of this rank cannot have equally many batches.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"microbatches(model, batches) takes the model first, not a {type(model).__name__}")
     # Before the root module is first called, each unit has a `Microbatch` of its own.
     units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
     states = {unit.shared.microbatch for unit in units}
+    total = None
+    if any(state.turns > 1 for state in states):
+        batches = list(batches)
+        total = len(batches)
     source = iter(batches)
     loop = missing = object()
     batch = next(source, missing)
     for state in states:
-        state.begin_loop(loop)
+        state.begin_loop(loop, total)
     is_first = True
     try:
         while batch is not missing:

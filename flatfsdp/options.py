@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.contract.foreign_words import DTYPES, answering
 from flatfsdp.contract.recipe import CurrentScaling
 
@@ -168,6 +169,7 @@ class Policy:
     reshard_after_forward: bool = True
     optimize_backward_concat: bool = True
     grad_sync: GradSync = "last"
+    lanes: Lanes | None = None
     prefetch: Prefetch = Prefetch()
     cpu_offload: bool = False
     timeout: float = DEFAULT_TIMEOUT
@@ -182,6 +184,9 @@ class Policy:
         for name, kind in (("precision", Precision), ("prefetch", Prefetch), ("debug", Debug)):
             if not isinstance(value := getattr(self, name), kind):
                 raise TypeError(f"{name} is {value!r}; pass {kind.__name__}(...)")
+        object.__setattr__(self, "lanes", Lanes.of(self.lanes))
+        if self.lanes is not None and self.grad_sync == "every":
+            raise ValueError('lanes say when gradients are reduced; leave out grad_sync="every"')
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")
 
@@ -249,6 +254,10 @@ class Options(TypedDict, total=False):
             does so in each microbatch's, which needs no full-size gradient buffer in between and moves M
             times the bytes for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward
             either way.
+        lanes: None, the default, lets the communication library choose in which order gradients are added.  A
+            number, or `Lanes`, fixes the order, so that any number of ranks that divides it computes the same
+            bits: see `comm/lanes.py`.  Gradients are then added and not averaged: divide each loss by the
+            number of microbatches, or of tokens, of the whole step over all ranks.
         prefetch: number of units to gather ahead, in forward and in backward; default: `Prefetch()`, one.
         cpu_offload: keep master shards, their gradients and therefore the optimizer state in CPU memory.
             Default: False.
@@ -270,6 +279,7 @@ class Options(TypedDict, total=False):
     reshard_after_forward: bool
     optimize_backward_concat: bool
     grad_sync: GradSync
+    lanes: int | Lanes | None
     prefetch: Prefetch
     cpu_offload: bool
     timeout: float

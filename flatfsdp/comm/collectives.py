@@ -107,6 +107,11 @@ def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> 
     _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
 
 
+def all_to_all(rows: Tensor, full: Tensor, ranks: Ranks) -> None:
+    """Sets row r of `rows` to this rank's part of rank r's `full`; both are contiguous and of one size."""
+    dist.all_to_all_single(rows.view(-1), full.view(-1), group=ranks.group)
+
+
 def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
     """Replaces `tensor` by its sum, or mean, over the ranks."""
     dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)

@@ -61,6 +61,7 @@ class Binding:
         role: Role = Role.COMPUTE,
         tensor: Ranks = ALONE,
         packs: Sequence[PackedParams] = (),
+        cuts: int = 1,
     ) -> Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
 
@@ -70,6 +71,7 @@ class Binding:
             role: storage role of all of them.
             tensor: tensor-parallel ranks that share the layers inside.
             packs: packs of these parameters; a pack whose parts are not neighbours is left out.
+            cuts: number of equal parts that shards are made of.
 
         Raises:
             ValueError: if a parameter is not registered below `module`.
@@ -91,7 +93,7 @@ class Binding:
         )
         owners = {pack.name: pack.owners for pack in packs}
         wanted = [(pack.name, [found[part][0].name for part in pack.parts]) for pack in packs]
-        layout = FlatLayout.pack(specs, wanted)
+        layout = FlatLayout.pack(specs, wanted, cuts)
         sites_of = [tuple(sites) for sites in found.values()]
         return Binding(layout, sites_of, [owners[pack.name] for pack in layout.packs])
 

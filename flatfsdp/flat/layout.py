@@ -8,7 +8,8 @@ Next: `engine/storage/` makes buffers of these sizes, `binding.py` ties the slot
     shards |<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|
 
 Offsets do not depend on the number of ranks; only the tail does.  So M ranks can read a checkpoint that N
-ranks wrote, by cutting the same line elsewhere.
+ranks wrote, by cutting the same line elsewhere.  With `cuts` not even the tail does: shards then are whole
+numbers of that many equal parts, for every number of ranks that divides it.
 """
 
 from __future__ import annotations
@@ -104,20 +105,25 @@ class FlatLayout:
         slots: the slots, disjoint, in address order, each at a multiple of `ELEMENT_ALIGNMENT`.
         numel: unpadded length: end of the last slot, in elements.
         packs: the packs, disjoint, in address order.
+        cuts: number of equal parts that shards are made of.
     """
 
     slots: tuple[ParamSlot, ...]
     numel: int
     packs: tuple[PackedSlot, ...] = ()
+    cuts: int = 1
 
     @staticmethod
-    def pack(specs: Iterable[ParamSpec], packs: Iterable[tuple[str, Sequence[str]]] = ()) -> FlatLayout:
+    def pack(
+        specs: Iterable[ParamSpec], packs: Iterable[tuple[str, Sequence[str]]] = (), cuts: int = 1
+    ) -> FlatLayout:
         """Packs the parameters one after the other in the given order.
 
         Args:
             specs: the parameters, in order.
             packs: name and parameters of each wanted pack; a pack with gaps between its parameters is left
                 out.
+            cuts: number of equal parts that shards are made of.
 
         Raises:
             ValueError: if two parameters share a name, or differ in their role.
@@ -141,7 +147,7 @@ class FlatLayout:
         found = [_find_pack(name, parts, slots) for name, parts in packs]
         # They were found in the order of their layers, which need not be that of the parameters.
         in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
-        return FlatLayout(tuple(slots), cursor, tuple(in_order))
+        return FlatLayout(tuple(slots), cursor, tuple(in_order), cuts)
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -175,8 +181,9 @@ class FlatLayout:
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""
+        parts = math.lcm(self.cuts, num_shards)
         # Shards start at aligned addresses, too, because each is read and sent by itself.
-        return _round_up(-(-self.numel // num_shards), ELEMENT_ALIGNMENT)
+        return _round_up(-(-self.numel // parts), ELEMENT_ALIGNMENT) * (parts // num_shards)
 
     def padded_numel(self, num_shards: int) -> int:
         """Length of the buffer in elements, padded to a multiple of `num_shards`."""

@@ -75,12 +75,13 @@ class Action(IntEnum):
     AVERAGE = 22, "changes between the weights of {unit} and their average (EMA.averaged)"
     USED = 23, "compares which parameters the step has used"
     VALUES = 24, "compares the values that it begins with"
+    LANES = 25, "ends a step of {elements} microbatches, of which lanes need equally many on every rank"
 
 
 OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 """Actions of layers, which do not know their model."""
 
-_COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
+_COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS, Action.LANES}
 """Actions that send a number of their own in place of unit and step."""
 
 _BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.VALUES, Action.SAVE, Action.LOAD, Action.OBJECTS}

@@ -42,6 +42,7 @@ from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.packing import Packs
+from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Options, Policy, require_flag
 
 
@@ -65,6 +66,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     chosen: dict[str, Any] = dict(options)
     policy = Policy(**{each.name: chosen[each.name] for each in fields(Policy) if each.name in chosen})
     grid = Grid.of(options.get("mesh"), options.get("tp_group"))
+    if policy.lanes is not None:
+        policy.lanes.require_fit(grid)
     for name, parameter in parameters.items():
         check_placement(name, parameter, grid.tensor)
     for path, owner in own_modules(module):
@@ -91,9 +94,9 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
                 is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
                 prepared[buffer] = buffer.to(device, policy.precision.buffer if is_cast else None)
             owner._buffers[name] = prepared[buffer]
-    in_fp8 = policy.precision.fp8_weights is not None
-    bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
-    unit = DrivenUnit(policy, grid, Shared(device), modules, contains_units=contains_units)
+    bindings = bindings_of(module, parameters.values(), grid.tensor, policy)
+    microbatch = Microbatch(1 if policy.lanes is None else policy.lanes.turns(grid))
+    unit = DrivenUnit(policy, grid, Shared(device, microbatch), modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, lists_flat=lists_flat)
         unit.add(group)
@@ -181,7 +184,7 @@ def _tied_message(name: str, other: str) -> str:
 
 
 def bindings_of(
-    module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
+    module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, policy: Policy
 ) -> list[Binding]:
     """Groups parameters that are treated alike, one `Binding` a group.
 
@@ -190,7 +193,7 @@ def bindings_of(
     """
     parameters = list(parameters)
     packs = Packs(own_modules(module), parameters, tensor, ELEMENT_ALIGNMENT)
-    in_fp8 = packs.stored_in_fp8(module) if fp8 else ()
+    in_fp8 = packs.stored_in_fp8(module) if policy.precision.fp8_weights is not None else ()
     kinds = {
         p: (p.requires_grad, Role.FP8 if p in in_fp8 else Role.COMPUTE, placement_of(p, tensor))
         for p in packs.in_order(parameters)
@@ -201,7 +204,9 @@ def bindings_of(
     for kind in itertools.product((True, False), Role, Placement):
         members = [parameter for parameter in kinds if kinds[parameter] == kind]
         if members:
-            binding = Binding.of(module, members, kind[1], tensor, packs.among(members))
+            # The same padding on any number of ranks, so that every rank's lanes have the same places.
+            cuts = 1 if policy.lanes is None else policy.lanes.number
+            binding = Binding.of(module, members, kind[1], tensor, packs.among(members), cuts)
             before = [places[parameter] for parameter in members]
             # Its shards are in another order than the modules, which the flat parameter's name tells.
             binding.is_moved = before != sorted(before)

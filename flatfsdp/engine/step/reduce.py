@@ -9,11 +9,10 @@ registration, which is the order of a backward.  A unit that is ready early wait
 may therefore lack a gradient on some ranks: its group reduces zeros there.  Each reduction carries the
 identity of its unit (`comm/checking/journal.py`), so ranks that do not pair raise.
 
-    main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
-              --all-reduce across replicas, in the last backward
-              --all-reduce across tensor-parallel ranks, where each has a part of a sum--> master.grad
+    main_grad --`sum_over_ranks.py`, or with lanes `lane_sum.py`--> master.grad
 
-With `grad_sync="last"` there is one reducing backward, and `partial_grad` is not kept.
+With `grad_sync="last"` one backward of a step reduces; with "every", each does; with lanes, the last one of
+each lane.  Until the last backward of all, the sums stay in `partial_grad`.
 
 A parameter that no rank has used in a step has no gradient, as in plain PyTorch, so that optimizers leave it
 alone.  Ranks tell each other what they have used: one bit a parameter, in one small all-reduce a step.
@@ -29,23 +28,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.byte_ledger import Traffic
-from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import all_reduce, raise_to_largest, reduce_scatter
+from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.step.lane_sum import LaneSum
+from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
 from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
-
-Groups = Sequence[FlatGroup]
-"""The groups of a unit, or those of them that are reduced together."""
 
 Used = tuple[bool, ...]
 """Whether a gradient has come to each parameter that the optimizer has of a group."""
@@ -99,6 +96,8 @@ class Reducer:
         # Not the gathers' stream: a reduction waits for its gradients, and a gather would wait with it.
         self._stream = SideStream(shared.device)
         self.grids = {group: _own_grid(group) for groups in units for group in groups}
+        lanes = units[0][0].unit.policy.lanes if units else None
+        self._sum = (SumOverRanks if lanes is None else LaneSum)(shared, self.grids)
         self._ready: set[int] = set()
         self._next = 0
         self._has_warned = False
@@ -135,7 +134,13 @@ class Reducer:
             self._launch(groups)
         # A nested backward (reentrant checkpointing) may have added to a unit that was reduced already.
         for groups in self._order:
-            self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
+            late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
+            if late and late[0].unit.policy.lanes is not None:
+                raise RuntimeError(
+                    f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
+                    "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
+                )
+            self._launch(late)
         while self._in_flight:
             self._retire()
         reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced.items()]
@@ -157,91 +162,34 @@ class Reducer:
             return
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        is_last = self._shared.microbatch.is_last
         flats = [main_grad.take() for group in groups if (main_grad := group.main_grad) is not None]
         # Allocated on the compute stream, which uses them in the end.
-        shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
+        memory = [
+            self._sum.memory_for(group, flat, self._kept_for(group))
+            for group, flat in zip(groups, flats, strict=True)
+        ]
         # Taken before the partial sums are replaced: the stream reads these, too.
-        kept = [*flats, *shards, *(group.partial_grad for group in groups)]
+        kept = [*flats, *memory, *(group.partial_grad for group in groups)]
         with self._stream.after_compute():
-            sums = zip(groups, self._reduce_scatter(groups, flats, shards), strict=True)
-            reduced = {group: self._completed(group, each, is_last) for group, each in sums}
-        kept += reduced.values()
-        self._in_flight.append(_Reduction(reduced if is_last else {}, kept, self._stream.mark()))
+            sums = self._sum.add(groups, flats, memory)
+        kept += sums
+        reduced = dict(zip(groups, sums, strict=True)) if self._shared.microbatch.is_last else {}
+        self._in_flight.append(_Reduction(reduced, kept, self._stream.mark()))
 
-    def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
-        if group.grid.shard.size == 1:
-            return flat
-        dtype, kept = group.unit.policy.precision.reduce, _kept(group)
-        # Right into the memory that the optimizer will read, unless a backward around this one has reduced
-        # into it already: a unit in a reentrant checkpoint may be reduced twice.
+    def _kept_for(self, group: FlatGroup) -> Tensor | None:
+        """Memory that the optimizer will read, unless a backward around this one has reduced into it already.
+
+        A unit in a reentrant checkpoint may be reduced twice.
+        """
         is_first = group not in self._reduced and not any(group in each.reduced for each in self._in_flight)
-        if is_first and kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
-            return kept
-        return flat.new_empty(group.master.flat.numel(), dtype=dtype)
-
-    def _reduce_scatter(self, groups: Groups, flats: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
-        first = groups[0]
-        ranks, division = self.grids[first].shard, first.division
-        if division is not None:
-            # Before the cast to a narrow dtype of reduction, whose range is what the division is for.
-            for flat in flats:
-                flat.div_(division.before)
-        if ranks.size == 1:
-            return flats
-        payloads = [self._cast(flat, first.unit.policy.precision.reduce) for flat in flats]
-        nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
-        action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
-        with (
-            first.unit.moving("reduce_scatter", "reduce", nbytes),
-            launch(ranks, first.unit.identify(action), self._shared.device, len(payloads)),
-        ):
-            for shard, payload in zip(shards, payloads, strict=True):
-                reduce_scatter(shard, payload, ranks, mean=division is None)
-        return shards
-
-    def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
-        """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
-        if group.partial_grad is not None or not is_last:
-            # In the dtype of accumulation, as a sum of microbatches.
-            reduced = self._cast(reduced, group.unit.policy.precision.accumulate)
-            if group.partial_grad is not None:
-                reduced = group.partial_grad.add_(reduced)
-                self._shared.ledger.add("accumulate", 3 * reduced.nbytes)
-            group.partial_grad = reduced
-        if not is_last:
-            return reduced
-        group.partial_grad = None
-        grid, division = self.grids[group], group.division
-        if grid.replicate.size > 1:
-            reduced = self._cast(reduced, group.unit.policy.precision.reduce)
-            mean = division is None
-            self._all_reduce(group, reduced, grid.replicate, "all_reduce", Action.REDUCE_REPLICAS, mean=mean)
-        if division is not None:
-            # Between the two: tensor-parallel ranks have parts of one gradient, not gradients of their own.
-            reduced.div_(division.after)
-        if grid.tensor.size > 1:
-            # In FP32 at least: it is sent once a step, which costs little, and nothing is rounded on the way.
-            reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
-            self._all_reduce(group, reduced, grid.tensor, "tp_all_reduce", Action.REDUCE_PARTIAL, mean=False)
-        return reduced
-
-    def _all_reduce(
-        self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
-    ) -> None:
-        nbytes = 2 * tensor.nbytes * (ranks.size - 1) // ranks.size
-        with (
-            group.unit.moving(kind, kind, nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device),
-        ):
-            all_reduce(tensor, ranks, mean=mean)
+        return _kept(group) if is_first else None
 
     def _retire(self) -> None:
         # The oldest: its buffers are freed after this, for the compute stream to use again.
         reduction = self._in_flight.popleft()
         compute_waits_for(reduction.done, self._shared.device)
         for group, reduced in reduction.reduced.items():
-            grad = self._cast(reduced, group.master.grad_dtype)
+            grad = self._sum.cast(reduced, group.master.grad_dtype)
             if group in self._reduced:
                 # A nested backward has brought more since; to the optimizer it is one gradient.
                 self._reduced[group].add_(grad)
@@ -251,14 +199,6 @@ class Reducer:
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
             self._reduced[group] = grad
-
-    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts to the reduce dtype; usually nothing, as gradients are accumulated in that dtype."""
-        if tensor.dtype == dtype:
-            return tensor
-        cast = tensor.to(dtype)
-        self._shared.ledger.add("cast", tensor.nbytes + cast.nbytes)
-        return cast
 
     def publish(self, reduced: Sequence[Reduced]) -> None:
         """Hands reduced gradients to the optimizer, on its device, adding to those that are there."""
@@ -298,7 +238,7 @@ class Reducer:
             asks = any(_may_be_used_elsewhere(reduced[index].group, answers[index]) for index in indices)
             # Pinned, so that the host does not wait for the copy, which waits for all kernels so far.
             own = torch.tensor(bits, dtype=torch.uint8, pin_memory=self._shared.device.type == "cuda")
-            identity = reduced[indices[0]].group.unit.identify(Action.USED)
+            identity = self._identify_end(reduced[indices[0]].group)
             with self._stream.after_compute():
                 mask = own.to(self._shared.device, non_blocking=True)
                 for each in ranks:
@@ -311,6 +251,15 @@ class Reducer:
                 for index in indices:
                     answers[index] = tuple(bool(next(found)) for _ in answers[index])
         return answers
+
+    def _identify_end(self, group: FlatGroup) -> Identity | None:
+        """What ranks compare at the end of a step; with lanes also how many microbatches it had."""
+        unit = group.unit
+        if unit.policy.lanes is None or unit.model is None:
+            return unit.identify(Action.USED)
+        microbatch = self._shared.microbatch
+        is_early = microbatch.steps_reduced == 0
+        return Identity.counting(Action.LANES, microbatch.index + 1, unit.model, is_early)
 
 
 def _on_its_device(group: FlatGroup, grad: Tensor) -> Tensor:

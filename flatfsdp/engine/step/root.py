@@ -112,7 +112,7 @@ class Root:
     @property
     def reduces(self) -> bool:
         """Whether gradients that land now are reduced in this backward."""
-        return self._reduce_every or self.microbatch.is_last
+        return self._reduce_every or self.microbatch.ends_turn
 
     def begin_forward(self, inputs: object) -> None:
         """Begins the outermost forward of any unit; the inner ones run inside it.
@@ -122,6 +122,8 @@ class Root:
         """
         # First: it raises, and nothing is gathered or begun by then.
         self.look_at_user()
+        if torch.is_grad_enabled():
+            self.microbatch.require_turns()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
             masters = [(group.unit.prefix, group.master) for group in self.groups]

@@ -73,6 +73,7 @@ class FlatGroup:
         partial_grad: sum that this step's earlier backwards have reduce-scattered, as long as the master
             shard; None if there is none.  The last backward adds its own, and the sum is then reduced across
             replicas.
+        block_grad: with lanes, the sum of a block whose lanes this step has not all reduced yet.
         kept_grad: memory of the reduced gradient, if that has a fixed address.
         built_frozen: whether the group was frozen when it was built.
         division: divisors of gradients before and after the sum over ranks; None for the mean.
@@ -87,6 +88,7 @@ class FlatGroup:
         self.layout = binding.layout
         self.division: Division | None = None
         self.partial_grad: Tensor | None = None
+        self.block_grad: Tensor | None = None
         self.kept_grad: KeptGrad | None = None
         self._gathered: torch.cuda.Event | None = None
 
@@ -298,7 +300,7 @@ class FlatGroup:
         """Drops what belongs to the step that ends, reduced or abandoned; what was reduced is handed over."""
         if self.main_grad is not None:
             self.main_grad.end_step()
-        self.partial_grad = None
+        self.partial_grad = self.block_grad = None
         self.master.marks.stop()
         self.state.end_step()
 

@@ -93,7 +93,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
 
 def _settings_of_the_model(unit: DrivenUnit) -> dict[str, Any]:
     """Settings of a unit that the whole model must share, by name."""
-    of_policy = {name: getattr(unit.policy, name) for name in ("grad_sync", "prefetch", "timeout")}
+    of_policy = {name: getattr(unit.policy, name) for name in ("grad_sync", "lanes", "prefetch", "timeout")}
     return {"device": unit.shared.device, "tp_group": unit.grid.tensor.name, **of_policy}
 
 

@@ -41,7 +41,7 @@ def _flops_of_grouped(a: Tensor, b: Tensor, *_: Any, out_val: Tensor, **__: Any)
 
 _FORMULAS = {_aten._grouped_mm: _flops_of_grouped}
 """Operations of what PyTorch's counter does not know."""
-WRITES_ON = ("adamw_", "sgd_", "accumulate_", "accumulate_many_")
+WRITES_ON = ("adamw_", "sgd_", "accumulate_", "accumulate_many_", "add_rows_")
 """Our kernels that read what they change.  All others only write their results."""
 MEASURING = ("max_abs_", "current_scales_")
 """Our kernels that a cast launches beside its own: they cost the host no more than one of PyTorch's."""

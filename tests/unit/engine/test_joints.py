@@ -18,9 +18,11 @@ from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.packed import Pack, is_packed, packed_tensor
 from flatfsdp.engine.build.build_unit import bindings_of
 from flatfsdp.flat.layout import Role
+from flatfsdp.options import Policy
 from tests.support.joint_layers import QKV, ROWS, WIDTH, Layer, Net, OneWeight, batch, loss_of
 from tests.support.models import FLAGS
 
+IN_FP8 = Policy(Precision(fp8_weights="in_layers"))
 FUSED = pytest.mark.parametrize("fuse", [False, True, "two_pass"])
 
 
@@ -311,7 +313,7 @@ def test_what_cannot_be_one_operand_is_none(make: Any) -> None:
 
 
 def in_fp8(layer: Layer) -> set[str]:
-    bindings = bindings_of(layer, list(layer.parameters()), ALONE, fp8=True)
+    bindings = bindings_of(layer, list(layer.parameters()), ALONE, IN_FP8)
     return {slot.name for b in bindings if b.layout.role is Role.FP8 for slot in b.layout.slots}
 
 
@@ -324,7 +326,7 @@ def test_parts_are_stored_in_fp8_together_or_not_at_all() -> None:
     tied.other = nn.Linear(WIDTH, ROWS["v"], bias=False)
     tied.other.weight = tied.qkv.parts["v"].weight
     assert in_fp8(tied) == set()
-    bindings = bindings_of(tied, list(tied.parameters()), ALONE, fp8=True)
+    bindings = bindings_of(tied, list(tied.parameters()), ALONE, IN_FP8)
     assert [pack.name for b in bindings for pack in b.layout.packs] == ["qkv.qkv_weight", "qkv.qkv_bias"]
 
 

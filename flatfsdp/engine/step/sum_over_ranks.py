@@ -1,0 +1,140 @@
+"""`SumOverRanks`: gradients of a unit become one sum over its ranks, as the communication library adds them.
+
+In:   full-size gradients of one backward that reduces (`MainGrad.take`).
+Out:  this rank's shard of their mean, or sum; in earlier backwards than the last, a part of it.
+Next: `reduce.py` says when; `lane_sum.py` adds in an order of its own.
+
+    main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
+              --all-reduce across replicas, in the last backward
+              --all-reduce across tensor-parallel ranks, where each has a part of a sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from flatfsdp.byte_ledger import Traffic
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import all_reduce, reduce_scatter
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.state import Shared
+
+Groups = Sequence[FlatGroup]
+"""The groups of a unit, or those of them that are reduced together."""
+
+
+class SumOverRanks:
+    """Sums of one model's gradients.
+
+    Args:
+        shared: state of the model.
+        grids: the ranks that each group is reduced over.
+    """
+
+    def __init__(self, shared: Shared, grids: Mapping[FlatGroup, Grid]) -> None:
+        self._shared = shared
+        self._grids = grids
+
+    def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
+        """Memory that this rank receives in; allocated on the stream that uses the result.
+
+        Args:
+            group: the group.
+            flat: its full-size gradient.
+            kept: memory that the optimizer will read, if nothing has been reduced into it yet.
+        """
+        if group.grid.shard.size == 1:
+            return flat
+        dtype = group.unit.policy.precision.reduce
+        if kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
+            return kept
+        return flat.new_empty(group.master.flat.numel(), dtype=dtype)
+
+    def add(self, groups: Groups, flats: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
+        """Adds up one backward's gradients; in the last one the results are final.  Collective.
+
+        Args:
+            groups: groups of one unit.
+            flats: their full-size gradients, which may be overwritten.
+            memory: what `memory_for` gave for each.
+        """
+        sums = self._reduce_scatter(groups, flats, memory)
+        return [self._completed(group, each) for group, each in zip(groups, sums, strict=True)]
+
+    def _reduce_scatter(self, groups: Groups, flats: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
+        first = groups[0]
+        ranks, division = self._grids[first].shard, first.division
+        if division is not None:
+            # Before the cast to a narrow dtype of reduction, whose range is what the division is for.
+            for flat in flats:
+                flat.div_(division.before)
+        if ranks.size == 1:
+            return flats
+        payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
+        with self.sending(first, payloads, ranks):
+            for shard, payload in zip(shards, payloads, strict=True):
+                reduce_scatter(shard, payload, ranks, mean=division is None)
+        return shards
+
+    def _completed(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
+        is_last = self._shared.microbatch.is_last
+        if group.partial_grad is not None or not is_last:
+            # In the dtype of accumulation, as a sum of microbatches.
+            reduced = self.cast(reduced, group.unit.policy.precision.accumulate)
+            if group.partial_grad is not None:
+                reduced = group.partial_grad.add_(reduced)
+                self._shared.ledger.add("accumulate", 3 * reduced.nbytes)
+            group.partial_grad = reduced
+        if not is_last:
+            return reduced
+        group.partial_grad = None
+        grid, division = self._grids[group], group.division
+        if grid.replicate.size > 1:
+            reduced = self.cast(reduced, group.unit.policy.precision.reduce)
+            mean = division is None
+            self._all_reduce(group, reduced, grid.replicate, "all_reduce", Action.REDUCE_REPLICAS, mean=mean)
+        if division is not None:
+            # Between the two: tensor-parallel ranks have parts of one gradient, not gradients of their own.
+            reduced.div_(division.after)
+        if grid.tensor.size > 1:
+            # In FP32 at least: it is sent once a step, which costs little, and nothing is rounded on the way.
+            reduced = self.cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
+            self._all_reduce(group, reduced, grid.tensor, "tp_all_reduce", Action.REDUCE_PARTIAL, mean=False)
+        return reduced
+
+    def _all_reduce(
+        self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
+    ) -> None:
+        nbytes = 2 * tensor.nbytes * (ranks.size - 1) // ranks.size
+        with (
+            group.unit.moving(kind, kind, nbytes),
+            launch(ranks, group.unit.identify(action), self._shared.device),
+        ):
+            all_reduce(tensor, ranks, mean=mean)
+
+    @contextmanager
+    def sending(self, group: FlatGroup, payloads: Sequence[Tensor], ranks: Ranks) -> Iterator[None]:
+        """Context of one launch in which each rank sends every other one its part of these tensors."""
+        nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
+        action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
+        with (
+            group.unit.moving("reduce_scatter", "reduce", nbytes),
+            launch(ranks, group.unit.identify(action), self._shared.device, len(payloads)),
+        ):
+            yield
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Casts to another dtype; usually nothing, as gradients are accumulated in that dtype."""
+        if tensor.dtype == dtype:
+            return tensor
+        cast = tensor.to(dtype)
+        self._shared.ledger.add("cast", tensor.nbytes + cast.nbytes)
+        return cast

@@ -1,0 +1,89 @@
+"""Addition of several ranks' gradients to one sum, row by row in their order, in one pass.
+
+    target = widen(rows[0]) + widen(rows[1]) + ...            the first time
+    target = target + widen(rows[0]) + widen(rows[1]) + ...   later
+
+from the left to the right, with one rounding, in the target's dtype, for each addition.  So the sum has the
+bits of k calls of `accumulate`, and does not depend on how many rows come in one call.
+
+Bytes per element, k rows of p bytes and a target of 4: k p + 4 the first time, k p + 8 later, where k calls
+read and write the target k times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.grad.accumulate import accumulate
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.tiles import find
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
+
+
+def reference(target: Tensor, rows: Tensor, first: bool) -> None:
+    for index, row in enumerate(rows):
+        accumulate(target, row, first=first and index == 0)
+
+
+@jit
+def _add_rows_kernel(
+    target_ptr,  # [numel], FP32
+    rows_ptr,  # [k, numel], FP32, bf16 or fp16, contiguous
+    numel,  # elements of the target
+    K: tl.constexpr,  # number of rows
+    FIRST: tl.constexpr,  # overwrite the target
+    BLOCK: tl.constexpr,  # elements of one program
+):
+    """Add one block of all rows."""
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < numel
+    total = tl.load(rows_ptr + offset, mask, 0.0).to(tl.float32)
+    if not FIRST:
+        # Not 0 + row the first time, which would turn -0.0 into 0.0.
+        total = tl.load(target_ptr + offset, mask, 0.0) + total
+    row_ptr = rows_ptr + numel
+    for _ in tl.static_range(K - 1):
+        total += tl.load(row_ptr + offset, mask, 0.0).to(tl.float32)
+        row_ptr += numel
+    tl.store(target_ptr + offset, total, mask)
+
+
+def launch(target: Tensor, rows: Tensor, first: bool) -> None:
+    if target.dtype != torch.float32:
+        reference(target, rows, first)
+        return
+    _prepared(target.numel(), len(rows), first)(target, rows)
+
+
+@for_each_shape
+def _prepared(numel: int, k: int, first: bool) -> PreparedKernel:
+    # As many elements at a time as in the addition of small gradients.
+    tile = find("accumulate_many", torch.bfloat16, 1)
+    grid = (cdiv(numel, tile.cols),)
+    return PreparedKernel(_add_rows_kernel, grid, numel, k, first, tile.cols, **tile.options)
+
+
+_add_rows = operator(
+    "add_rows_(Tensor(a!) target, Tensor rows, bool first) -> ()", reference=reference, launch=launch
+)
+
+
+def add_rows(target: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Write (`first`) or add rows to a target in place, one after the other: one launch on CUDA.
+
+    Args:
+        target: [n], contiguous.
+        rows: [k, n] with k > 0, contiguous, on the target's device; dtype at most as wide as the target's.
+        first: True overwrites the target, False adds.
+
+    Raises:
+        ValueError: if a shape or layout does not fit.
+    """
+    fits = rows.dim() == 2 and len(rows) and rows.shape[1:] == target.shape and rows.device == target.device
+    if not fits or not rows.is_contiguous() or not target.is_contiguous():
+        raise ValueError(
+            f"add_rows got rows {tuple(rows.shape)} on {rows.device} for a target {tuple(target.shape)} on "
+            f"{target.device}; it needs contiguous rows [k, n] for a contiguous target [n] on one device"
+        )
+    _add_rows(target, rows, first)
