@@ -1,5 +1,6 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.engine.api.param_groups import param_groups
 from flatfsdp.engine.api.shard import register_forward_method, shard
 from flatfsdp.engine.api.wrap import by_class, by_size
@@ -15,6 +16,7 @@ __all__ = [
     "Debug",
     "FlatFSDP",
     "FlattenParamsWrapper",
+    "Lanes",
     "Options",
     "Precision",
     "Prefetch",

@@ -17,7 +17,15 @@ from flatfsdp.cli.matrix import matrix_plan
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.report import left_out_lines, plot_comparisons, table, verdict_lines
-from flatfsdp.cli.verify import OWN_SWITCHES, check_own_model, gpt_plan, run_plan, verify_own_model
+from flatfsdp.cli.verify import (
+    OF_OWN_MODEL,
+    OWN_SWITCHES,
+    check_own_model,
+    gpt_plan,
+    run_plan,
+    verify_own_model,
+)
+from flatfsdp.cli.world import world_plan, worlds_on_rank
 from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.comm.paths import local_path
 from flatfsdp.models.gpt import GPTConfig
@@ -99,6 +107,16 @@ def verify(
         list[str] | None,
         typer.Option(help="With --matrix: rows whose name has this, such as 1f1b; repeat for several."),
     ] = None,
+    world: Annotated[
+        str | None,
+        typer.Option(help="Compare numbers of ranks, such as 1,2,4, in place of switches; see --lanes."),
+    ] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --world: lanes of a step; default: the least that all numbers divide."
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Verify your own model: package.module:build or file.py:build, with --batches."),
@@ -120,6 +138,10 @@ def verify(
     With [bold]--matrix[/bold] the rows are ways to share a Llama over 2 and 4 ranks on CPU, or over 8, 4 or 2
     GPUs. Sizes and steps that are left out are smaller there, and --precision, --strategy and --fusion choose
     rows.
+
+    With [bold]--world[/bold] nothing is switched: the same steps are trained on several numbers of ranks,
+    with the flag on and off, and compared with the first number's. --microbatches then counts those of all
+    ranks.
 
     With [bold]--model[/bold] and [bold]--batches[/bold] it is a model of yours, in one --precision; of the
     other options, --switch, --ranks, --steps (4), --microbatches (2), --lr (1e-3), --seed, --device and
@@ -144,16 +166,29 @@ def verify(
     [green]python -m flatfsdp verify --matrix --only "pp 2" --precision fp8-delayed[/green]
 
     [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
+
+    [green]python -m flatfsdp verify --world 1,2,4 --precision fp32 --strategy dp --strategy zero3[/green]
     """
     chosen = given(context)
     is_own = model is not None or batches is not None
     name, picture = "verify-model.json" if is_own else "verify-matrix.json", None
-    if not (is_own or matrix):
+    if world is not None:
+        name = "verify-world.json"
+    elif not (is_own or matrix):
         require("matplotlib")
         name, picture = "verify.json", out / "losses.png"
-    plan = None
+    plan = worlds = None
     with usage_errors():
-        if is_own:
+        if world is not None:
+            if is_own:
+                check_own_model({name: value for name, value in chosen.items() if name in OF_OWN_MODEL})
+            settings = Settings(
+                GPTConfig(layers, hidden, heads, seq), batch, microbatches, steps, lr, seed, data
+            )
+            worlds, launch = world_plan(world, lanes, device, precision, strategy, settings, chosen)
+        elif lanes is not None:
+            raise ValueError("--lanes goes with --world")
+        elif is_own:
             check_own_model(chosen)
             launch = Launch(ranks, device, deterministic=True)
         elif matrix:
@@ -171,7 +206,12 @@ def verify(
             plan.rows[0].settings.sampler()
         local_path(out).mkdir(parents=True, exist_ok=True)
     with reported_failures():
-        found = run_plan(plan, out / name) if plan else run_on_ranks(verify_own_model, chosen, launch)
+        if worlds is not None:
+            found = run_on_ranks(worlds_on_rank, (worlds, out / name), launch)
+        elif plan is not None:
+            found = run_plan(plan, out / name)
+        else:
+            found = run_on_ranks(verify_own_model, chosen, launch)
     conclude(found, out / name, json, picture)
 
 

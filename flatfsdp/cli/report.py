@@ -20,7 +20,7 @@ def table(parity: Parity) -> Table:
     """Table with one row a comparison; off above on within a cell."""
     result = Table(
         box=box.SIMPLE_HEAD,
-        title="One switch off and on: the same bits?",
+        title="The same bits?",
         pad_edge=False,
         collapse_padding=True,
     )
@@ -35,7 +35,7 @@ def table(parity: Parity) -> Table:
         runs = (row.off, row.on)
         result.add_row(
             row.about["name"].replace(", ", "\n"),
-            "\n".join(row.switch.ends),
+            "\n".join(row.ends),
             "\n".join(run.final_loss_hex for run in runs),
             "\n".join(f"{run.ms:.1f}" for run in runs),
             "\n".join(f"{run.local_bytes:.2f}" for run in runs),
@@ -51,6 +51,12 @@ def verdict_lines(parity: Parity) -> list[str]:
     if not parity.equal:
         return parity.differences()
     options = parity.about["options"]
+    if "worlds" in options:
+        worlds = ", ".join(map(str, options["worlds"]))
+        return [
+            f"The same bits on {worlds} ranks: {len(parity.rows)} comparisons of {options['steps']} steps, "
+            f"each of {options['microbatches']} microbatches in {options['lanes']} lanes."
+        ]
     worlds = " and ".join(str(environment["world_size"]) for environment in parity.about["environments"])
     return [
         f"On equals off, bit for bit: {len(parity.rows)} configurations on {worlds} ranks, "
@@ -85,7 +91,7 @@ def plot_comparisons(path: Path, parity: Parity) -> None:
     figure.suptitle(f"Bit for bit the same? World size {parity.about['environments'][0]['world_size']}")
     for position, row in enumerate(parity.rows, start=1):
         axes = figure.add_subplot(lines, columns, position)
-        off, on = row.switch.ends
+        off, on = row.ends
         axes.plot(row.off.losses, label=off, linewidth=6, color="#f2b880")
         axes.plot(row.on.losses, label=on, linewidth=1.5, color="#1f3a68", linestyle="--")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

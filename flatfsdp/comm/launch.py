@@ -51,11 +51,17 @@ class Device(str, Enum):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, as the function sees it; the default process group exists already."""
+    """One rank, as the function sees it; the default process group exists already.
+
+    Attributes:
+        index: number of the rank among `world` ranks.
+        group: these ranks; None for all.
+    """
 
     index: int
     world: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class FlatStage(PipelineStage):
             have built different modules.
         RuntimeError: in a step, on all ranks of `group`, if they have different schedules, numbers of
             microbatches or shapes between stages, or a rank skips a step.
-        NotImplementedError: in the constructor of a zero-bubble schedule, on every rank; in the first `step`
-            of one that was changed to split backwards.
+        NotImplementedError: for a model with lanes; in the constructor of a zero-bubble schedule, on every
+            rank; in the first `step` of one that was changed to split backwards.
     """
 
     def __init__(
@@ -127,6 +127,11 @@ class FlatStage(PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, input_args, output_args, group=group)
         self._check_place()
         self._roots = [_root_of_stage(wrapped, stage_index) for wrapped in outermost]
+        if any(root.unit.policy.lanes is not None for root in self._roots):
+            raise NotImplementedError(
+                f"stage {stage_index} has lanes, and pipelines have orders of their own for microbatches; "
+                "leave out lanes, or train without a pipeline"
+            )
         self._groups = [each for root in self._roots for unit in root.units for each in unit.groups]
         self._pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
         for flat_group in self._groups:

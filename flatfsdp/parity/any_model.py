@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ class ModelJob:
     Attributes:
         policy: policy that picks units; None takes the items of the outermost lists of modules.
         loss: function of model and batch; None takes the loss that the model returns, see `loss_of`.
+        microbatches: number of microbatches of each rank in a step; with lanes, of all ranks together.
         max_norm: largest norm of the gradient of one step.
         seed: seed of parameters, which all ranks share, and of dropout.
         optimizer: class of the optimizer, or a function of parameters and `lr`.
         options: further options of `flatfsdp.shard`.
         interrupts: do other things between steps, see `Interruptions`.
+        swaps: with lanes, two microbatches of a step that change places, which has to be noticed.
     """
 
     build_model: BuildModel
@@ -51,6 +54,7 @@ class ModelJob:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=dict)
     interrupts: bool = False
+    swaps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "microbatches"):
@@ -73,7 +77,9 @@ class ModelJob:
         torch.manual_seed(self.seed + 1 + rank.index)
         optimizer = self.optimizer(model.parameters(), lr=self.lr)
         loss_of_batch = partial(self.loss or loss_of, model)
-        region = partial(autocast, sharding.recipe is not None, recipe=sharding.recipe)
+        is_fp8, recipe = sharding.recipe is not None, sharding.recipe
+        region = partial(autocast, is_fp8, recipe=recipe, amax_reduction_group=rank.group)
+        numbers = self._numbers(model)
 
         def run(batch: Any) -> Tensor:
             is_first = model.fsdp_state.shared.microbatch.is_first
@@ -85,8 +91,14 @@ class ModelJob:
         microbatch = graphs or run
 
         def forward_backward(batches: list[Any]) -> list[Tensor]:
+            losses, done = [], model.fsdp_state.shared.microbatch.steps_reduced * self.microbatches
             with region():
-                return [microbatch(batch) for batch in microbatches(model, batches)]
+                for place, batch in enumerate(microbatches(model, batches)):
+                    if numbers:
+                        # Dropout of a microbatch is the same on whichever rank it runs.
+                        torch.manual_seed(self.seed + 1 + done + numbers[place])
+                    losses.append(microbatch(batch))
+            return losses
 
         def update() -> Tensor:
             norm: Tensor = model.clip_grad_norm_(self.max_norm)
@@ -105,13 +117,32 @@ class ModelJob:
             [model],
             optimizer,
             self.steps,
-            self.microbatches,
-            self.batches(rank.index, rank.world),
+            len(numbers) or self.microbatches,
+            self._batches_of(numbers) if numbers else self.batches(rank.index, rank.world),
             forward_backward,
             update,
+            numbers=numbers,
             before_step=interruptions.before if self.interrupts else unchanged,
             at_end=require_replays,
         )
+
+    def _numbers(self, model: Any) -> Sequence[int]:
+        """With lanes, this rank's microbatches among those of all ranks in a step."""
+        if model.fsdp_state.policy.lanes is None:
+            return ()
+        numbers: list[int] = model.microbatch_numbers(self.microbatches)
+        if self.swaps is None:
+            return numbers
+        changed = dict(zip(self.swaps, reversed(self.swaps), strict=True))
+        return [changed.get(number, number) for number in numbers]
+
+    def _batches_of(self, numbers: Sequence[int]) -> Iterator[Any]:
+        """Yields the batches of these microbatches of each step, out of those that one rank would have."""
+        every = iter(self.batches(0, 1))
+        for _ in range(self.steps):
+            of_step = list(islice(every, self.microbatches))
+            # If there are too few, the loop says so.
+            yield from (of_step[number] for number in numbers if number < len(of_step))
 
 
 def fusing(model: nn.Module) -> Iterator[Any]:

@@ -88,8 +88,15 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
     for prefix, module in prefixed_modules(trained.model):
         for name, buffer in module.named_buffers(recurse=False):
             parameters[f"buffer {prefix}{name}"] = Kept(buffer.detach().cpu())
+    losses = {f"step {step}": Kept(losses_m) for step, losses_m in enumerate(trained.local_losses)}
+    if trained.numbers:
+        losses = {
+            f"{step}, microbatch {number}": Kept(loss)
+            for step, kept in losses.items()
+            for number, loss in zip(trained.numbers, kept.tensor, strict=True)
+        }
     return {
-        "losses": {f"step {step}": Kept(losses_m) for step, losses_m in enumerate(trained.local_losses)},
+        "losses": losses,
         "gradients": gradients,
         "parameters": parameters,
         "optimizer state": state,
@@ -107,6 +114,22 @@ def _local_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sequenc
         for (parameter, _, _), slot in zip(group.master.local_shards, group.layout.slots, strict=True):
             if parameter.numel():
                 yield prefix + slot.name, parameter, slot.shape, max(begin - slot.offset, 0)
+
+
+def joined(of_ranks: Sequence[NamedTensors]) -> NamedTensors:
+    """Evidence of several ranks as if one rank had run: whole parameters in place of parts."""
+    parts: dict[str, dict[int, Kept]] = {}
+    for of_rank in of_ranks:
+        for name, kept in of_rank.items():
+            # Replicas have the same parts, and an optimizer one count of steps for each.
+            first = kept.first if kept.tensor.dim() else 0
+            parts.setdefault(name, {}).setdefault(first, kept)
+    return {name: _whole([of_name[first] for first in sorted(of_name)]) for name, of_name in parts.items()}
+
+
+def _whole(parts: Sequence[Kept]) -> Kept:
+    first = parts[0]
+    return first if len(parts) == 1 else Kept(torch.cat([part.tensor for part in parts]), first.shape)
 
 
 def differences_on_all_ranks(

@@ -61,12 +61,14 @@ class Trained:
     Attributes:
         local_losses: losses of this rank alone, FP32 [steps, microbatches], on the CPU.
         model: the model, whose parameters are this rank's flat shards.
+        numbers: with lanes, the microbatches of the losses among those of all ranks.
     """
 
     summary: RunSummary
     local_losses: Tensor
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    numbers: Sequence[int] = ()
 
 
 OnStep = Callable[[float], None]
@@ -99,6 +101,7 @@ class Trainee:
             losses, 0-dim each, or none on a rank that has none.
         update: function that clips gradients, updates parameters, and returns the norm before clipping.
         with_losses: ranks of the losses that count; default: all.
+        numbers: with lanes, this rank's microbatches among those of all ranks in a step.
         before_step: function of a step and its batches that returns the batches to train on.
         at_end: called after the last step.
     """
@@ -112,6 +115,7 @@ class Trainee:
     forward_backward: Callable[[list[Any]], list[Tensor]]
     update: Callable[[], Tensor]
     with_losses: list[int] | slice = field(default_factory=lambda: slice(None))
+    numbers: Sequence[int] = ()
     before_step: Callable[[int, list[Any]], list[Any]] = unchanged
     at_end: Callable[[], None] = ignore
 
@@ -159,7 +163,7 @@ def train(
         times.append(1e3 * (_now(rank.device) - resumed + reduced - start))
         local_losses.append(losses_m.cpu())
         sent = losses_m if found else torch.zeros(count, device=rank.device)
-        losses.append(_mean(sent, rank.world, trainee.with_losses))
+        losses.append(_mean(sent, rank, trainee))
         on_step(losses[-1])
     trainee.at_end()
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
@@ -169,7 +173,7 @@ def train(
     ms = statistics.median(times[1:] or times)
     copied = sum(moved.get(name, 0.0) for name in LOCAL_COPIES)
     summary = RunSummary(losses, norms, losses[-1].hex(), ms, moved, copied)
-    return Trained(summary, torch.stack(local_losses), trainee.model, trainee.optimizer)
+    return Trained(summary, torch.stack(local_losses), trainee.model, trainee.optimizer, trainee.numbers)
 
 
 def _now(device: torch.device) -> float:
@@ -179,11 +183,17 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _mean(losses_m: Tensor, world: int, ranks: list[int] | slice) -> float:
-    """Mean of the losses of these ranks, added up in one fixed order on every rank.
+def _mean(losses_m: Tensor, rank: Rank, trainee: Trainee) -> float:
+    """Mean of the losses that count, added up in one fixed order on every rank.
 
     Losses are gathered, not all-reduced, because the backend would choose the order of additions.
     """
-    gathered = [torch.empty_like(losses_m) for _ in range(world)]
-    dist.all_gather(gathered, losses_m)
-    return float(torch.stack(gathered).cpu()[ranks].mean())
+    if trainee.numbers:
+        # In the order of all ranks' microbatches, which any number of ranks can tell.
+        placed = losses_m.new_zeros(rank.world * len(losses_m))
+        placed[list(trainee.numbers)] = losses_m
+        losses_m = placed
+    gathered = [torch.empty_like(losses_m) for _ in range(rank.world)]
+    dist.all_gather(gathered, losses_m, group=rank.group)
+    found = torch.stack(gathered).cpu()[trainee.with_losses]
+    return float((found.sum(0) if trainee.numbers else found).mean())

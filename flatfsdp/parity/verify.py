@@ -38,12 +38,15 @@ class Comparison:
     """Comparison of two runs of a model, with a switch off and on.
 
     Attributes:
+        switch: what differs between the runs.
+        ends: names of the two runs.
         differences: for each kind of evidence, the first difference on each rank that has one: the step, the
             unit, and the element of a parameter.
         about: what distinguishes the row from others besides the switch: its `name`, and further facts.
     """
 
-    switch: Switch
+    switch: str
+    ends: tuple[str, str]
     off: RunSummary
     on: RunSummary
     differences: dict[str, list[str]]
@@ -52,7 +55,7 @@ class Comparison:
     @property
     def name(self) -> str:
         """The row in words."""
-        return ", ".join(filter(None, (self.about.get("name"), " / ".join(self.switch.ends))))
+        return ", ".join(filter(None, (self.about.get("name"), " / ".join(self.ends))))
 
     @property
     def equal(self) -> bool:
@@ -220,4 +223,4 @@ def compare(
     first, first_evidence = observed(off, GradientRecorder())
     second, second_evidence = observed(on, GradientRecorder(damages))
     differences = differences_on_all_ranks(first_evidence, second_evidence, rank)
-    return Comparison(switch, first, second, differences, about or {})
+    return Comparison(switch.value, switch.ends, first, second, differences, about or {})

@@ -60,6 +60,23 @@ class UnitMethods(UnitModule):
         """
         return root_of(self).microbatch.not_last()
 
+    def microbatch_numbers(self, total: int) -> list[int]:
+        """Numbers of the microbatches that this rank runs in a step, in its order.
+
+        With `lanes`, microbatches are numbered over all ranks.  A rank that takes its data by these numbers
+        trains to the same bits on any number of ranks that divides the lanes.
+
+        Args:
+            total: number of microbatches of a step over all ranks.
+
+        Raises:
+            ValueError: without `lanes`, or if `total` is no positive multiple of their number.
+        """
+        unit = self.fsdp_state
+        if unit.policy.lanes is None:
+            raise ValueError("microbatch_numbers() is for models with lanes; pass lanes=... to shard")
+        return unit.policy.lanes.microbatches(unit.grid, total)
+
     def set_is_last_backward(self, is_last: bool) -> None:
         """Sets whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         root_of(self).microbatch.is_last = is_last
@@ -129,8 +146,10 @@ class UnitMethods(UnitModule):
             recurse: also for the units inside.
 
         Raises:
-            ValueError: if a factor is not positive.
+            ValueError: if a factor is not positive, or the model has lanes, which average nothing.
         """
+        if self.fsdp_state.policy.lanes is not None:
+            raise ValueError("with lanes gradients are added as they are; divide the loss instead")
         division = Division(predivide, postdivide)
         for unit in distinct_units(self) if recurse else [self]:
             for group in unit.fsdp_state.groups:

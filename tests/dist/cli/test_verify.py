@@ -76,6 +76,49 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
     assert len({tuple(values) for values in losses.values()}) >= len(precisions)
 
 
+def test_numbers_of_ranks_have_the_same_bits_but_for_lanes_out_of_place(tmp_path: Path) -> None:
+    options = (
+        "--world",
+        "1,2",
+        "--steps",
+        "2",
+        "--precision",
+        "bf16",
+        "--strategy",
+        "dp",
+        "--strategy",
+        "zero3",
+    )
+    done = verify(tmp_path, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "verify-world.json").read_text())
+    assert report["equal"] and report["options"]["worlds"] == [1, 2]
+    first = "1 rank, dp, flag on"
+    others = ["1 rank, dp, flag off", "1 rank, zero3, flag on", "1 rank, zero3, flag off"]
+    others += [f"2 ranks, {strategy}, flag {flag}" for strategy in ("dp", "zero3") for flag in ("on", "off")]
+    assert [row["ends"] for row in report["rows"]] == [[first, other] for other in others]
+    assert "The same bits on 1, 2 ranks: 7 comparisons of 2 steps, each of 4 microbatches" in done.stdout
+    damaged = verify(tmp_path, *options, "--lanes", "4", "--strategy", "zero2", "--self-test")
+    assert damaged.returncode == 1
+    assert "zero3, flag on, gradients: first difference on step 0, " in " ".join(damaged.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--world", "1,x"), "it takes numbers of ranks"),
+        (("--world", "2"), "two numbers of ranks or more"),
+        (("--world", "2,4", "--lanes", "6"), "do not all divide"),
+        (("--world", "1,2", "--microbatches", "3"), "take a multiple of 2"),
+        (("--world", "1,2", "--matrix"), "--matrix does not apply to --world"),
+        (("--lanes", "2"), "--lanes goes with --world"),
+    ],
+)
+def test_worlds_that_make_no_sense(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["verify", *TINY, "--out", str(tmp_path), *options])
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("\u2502", " ").split())
+
+
 def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
     options = ("--switch", "flag", "--precision", "fp32", "--strategy", "zero3")
     done = verify(tmp_path, "--steps", "4", "--self-test", *options)

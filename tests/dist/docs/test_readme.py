@@ -392,6 +392,25 @@ def a_measured_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["moved"]["accumulate"] == pytest.approx(20, abs=0.1)
 
 
+def lanes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def batch(step: int, number: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1000 * step + number)
+        return tokens_of(2, 16), tokens_of(2, 16)
+
+    model = run(BLOCKS[name], GPT=GPT, Block=Block, config=CONFIG, batch=batch)["model"]
+    assert capsys.readouterr().out == "16 of 16 microbatches are run here\n"
+    plain = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for step in range(3):
+        for number in range(0, 16, 2):
+            (plain(*batch(step, number)) / 16).backward()
+            (plain(*batch(step, number + 1)) / 16).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that stands below the block."""
     lines = PAGES["docs/numerics.md"].read_text().splitlines()
@@ -446,6 +465,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
     "# my_model.py": own_model,
+    "numbers = model.microbatch_numbers(": lanes,
     "found = plan(Job(model": planned_model,
     "advise(found)": planned_llama,
     "docs/huggingface.md": huggingface_guide,

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import Precision
-from flatfsdp.comm.lanes import Lanes
+from flatfsdp import Lanes, Precision
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.whole.units import named_groups
+from flatfsdp.parallel import FlatStage
 from tests.support.meshes import HYBRID, REPLICATED
 from tests.support.models import VOCAB, backward, build, plain_net, update
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 STEPS, TOTAL = 3, 24
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -52,10 +56,19 @@ class OfStep(nn.Module):
         return self.model(tokens) / TOTAL
 
 
+def groups_of(model: Any) -> list[FlatGroup]:
+    return [group for _, group in named_groups(model)]
+
+
+def alone() -> DeviceMesh:
+    """A mesh of this rank by itself."""
+    return DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("each", "shard"))["shard"]
+
+
 def trained(rank: int, world_size: int, lanes: Lanes, options: dict[str, Any]) -> dict[str, Tensor]:
     """Whole weights after some steps of AdamW with clipping."""
     model = build(lanes=lanes, **options)
-    numbers = lanes.microbatches(model.fsdp_state.grid, TOTAL)
+    numbers = model.microbatch_numbers(TOTAL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         backward(OfStep(model), [microbatch(step, number) for number in numbers])
@@ -97,3 +110,105 @@ def test_all_layouts_have_the_same_bits(lanes: Lanes, precision: Precision) -> N
         found = run_ranks(world_size, trained, lanes, {"precision": precision, **options})
         expected = expected or found[0]
         assert [differing(each, expected) for each in found] == [[]] * world_size, name
+
+
+# ---- what does not fit is said on all ranks, before anything is sent ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lanes": 3}, ValueError, r"lanes=3 over 2 ranks: .* take a multiple of 2 as lanes"),
+        ({"lanes": 0}, ValueError, "number is 0; it must be a positive integer"),
+        ({"lanes": True}, ValueError, "number is True"),
+        ({"lanes": 4, "grad_sync": "every"}, ValueError, 'leave out grad_sync="every"'),
+        ({"lanes": Lanes(12, block=3)}, ValueError, "blocks of 3 lanes over 2 ranks"),
+        ({"lanes": Lanes(4, block=4), **REPLICATED}, ValueError, r"blocks of 4 on a mesh of \(2, 1\)"),
+    ],
+)
+@on_ranks(2)
+def test_lanes_that_do_not_fit_the_ranks(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(**options)
+
+
+@on_ranks(2)
+def test_blocks_are_whole() -> None:
+    with pytest.raises(ValueError, match="12 lanes are no whole number of blocks of 5"):
+        Lanes(12, block=5)
+
+
+@on_ranks(2)
+def test_tensor_parallelism_is_not_there_yet() -> None:
+    with pytest.raises(NotImplementedError, match="leave out lanes or tp_group"):
+        build(lanes=2, mesh=alone(), tp_group=dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_pipelines_are_not_there_yet(rank: int) -> None:
+    part = build(lanes=1, mesh=alone())
+    with pytest.raises(NotImplementedError, match="leave out lanes, or train without a pipeline"):
+        FlatStage(part, rank, 2, group=dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_microbatches_that_lanes_do_not_divide() -> None:
+    model = build(lanes=4)
+    with pytest.raises(ValueError, match=r"10 microbatches a step over 4 lanes: .* take a multiple of 4"):
+        model.microbatch_numbers(10)
+    with pytest.raises(
+        ValueError, match=r"3 microbatches on a rank that works through 2 lanes .* multiple of 2"
+    ):
+        backward(model, [microbatch(0, number) for number in range(3)])
+    # Nothing has begun: the next step is clean.
+    numbers = model.microbatch_numbers(4)
+    assert len(backward(model, [microbatch(0, number) for number in numbers])) == 2
+    with pytest.raises(ValueError, match="is for models with lanes"):
+        build().microbatch_numbers(4)
+
+
+@on_ranks(2)
+def test_a_loop_that_does_not_tell_where_lanes_end() -> None:
+    model = build(lanes=4)
+    with pytest.raises(RuntimeError, match=r"2 lanes in a step; run .* inside flatfsdp\.microbatches"):
+        model(microbatch(0, 0))
+    # Evaluations have no lanes.
+    with torch.no_grad():
+        model(microbatch(0, 0))
+    model = build(lanes=2)
+    with model.no_sync():
+        model(microbatch(0, 0)).backward()
+    model(microbatch(0, 1)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_ranks_with_other_lanes_or_other_numbers_of_microbatches(rank: int) -> None:
+    model = build(lanes=2 + 2 * rank)
+    with pytest.raises(RuntimeError, match=r"differ|do not do the same|not the same"):
+        backward(model, [microbatch(0, 0), microbatch(0, 1)])
+
+
+@on_ranks(2)
+def test_a_last_step_with_fewer_microbatches_on_one_rank(rank: int) -> None:
+    # With ZeRO-3 the next microbatch's gather would not find a partner.
+    model = build(lanes=2, reshard_after_forward=False)
+    with pytest.raises(
+        RuntimeError, match=r"ends a step of \d microbatches, of which lanes need equally many"
+    ):
+        backward(model, [microbatch(0, number) for number in range(3 - rank)])
+
+
+@on_ranks(2)
+def test_what_lanes_move() -> None:
+    """A turn sends as many bytes as a reduce-scatter, and nothing of a sum is left behind."""
+    model = build(lanes=8)
+    ledger = model.fsdp_state.shared.ledger
+    padded = sum(group.layout.padded_numel(2) for group in groups_of(model))
+    for turns_of in (0, 1):
+        ledger.reset()
+        backward(OfStep(model), [microbatch(turns_of, number) for number in model.microbatch_numbers(8)])
+        assert ledger.bytes["reduce"] == 4 * (4 * padded // 2)
+        assert all(group.partial_grad is None and group.block_grad is None for group in groups_of(model))
+        for parameter in model.parameters():
+            parameter.grad = None
