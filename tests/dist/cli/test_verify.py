@@ -77,19 +77,8 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
 
 
 def test_numbers_of_ranks_have_the_same_bits_but_for_lanes_out_of_place(tmp_path: Path) -> None:
-    options = (
-        "--world",
-        "1,2",
-        "--steps",
-        "2",
-        "--precision",
-        "bf16",
-        "--strategy",
-        "dp",
-        "--strategy",
-        "zero3",
-    )
-    done = verify(tmp_path, *options)
+    options = ["--world", "1,2", "--steps", "2", "--strategy", "dp", "--strategy", "zero3", "--precision"]
+    done = verify(tmp_path, *options, "bf16")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "verify-world.json").read_text())
     assert report["equal"] and report["options"]["worlds"] == [1, 2]
@@ -98,7 +87,8 @@ def test_numbers_of_ranks_have_the_same_bits_but_for_lanes_out_of_place(tmp_path
     others += [f"2 ranks, {strategy}, flag {flag}" for strategy in ("dp", "zero3") for flag in ("on", "off")]
     assert [row["ends"] for row in report["rows"]] == [[first, other] for other in others]
     assert "The same bits on 1, 2 ranks: 7 comparisons of 2 steps, each of 4 microbatches" in done.stdout
-    damaged = verify(tmp_path, *options, "--lanes", "4", "--strategy", "zero2", "--self-test")
+    # In FP32: sums of a few bf16 numbers are exact in any order.
+    damaged = verify(tmp_path, *options, "fp32", "--lanes", "4", "--self-test")
     assert damaged.returncode == 1
     assert "zero3, flag on, gradients: first difference on step 0, " in " ".join(damaged.stdout.split())
 
