@@ -46,6 +46,13 @@ class Observer(Protocol):
         """Called while row 0 of the history has the latest amaxes, and `scale` the scales of their casts."""
 
 
+class Holder(Protocol):
+    """A step that updates scales once, at its end."""
+
+    def hold(self, scaling: Scaling, group: dist.ProcessGroup | None) -> None:
+        """Notes that amaxes are recorded; `group` are the ranks that share the scales."""
+
+
 class Arena:
     """Scales and histories of n tensors.
 
@@ -186,6 +193,7 @@ class Scaling:
         amaxes: where casts of each tensor record their amax, FP32 [1].
         columns: this module's columns of the arena.
         known: whether there are scales, as in `has_scales`; None if the buffers have yet to tell.
+        held_by: what updates them once a step; None: the region in which they are used does, each time.
     """
 
     def __init__(
@@ -203,6 +211,7 @@ class Scaling:
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
         self.known: bool | None = False
+        self.held_by: Holder | None = None
         self.arena: Arena
         self.amaxes: tuple[Tensor, ...]
         self._adopt(device)

@@ -76,10 +76,16 @@ class Region:
 
     def use(self, scaling: Scaling) -> None:
         """Notes that a forward records amaxes in `scaling`."""
-        self._used[scaling] = None
+        if scaling.held_by is None:
+            self._used[scaling] = None
+        else:
+            scaling.held_by.hold(scaling, self.group)
 
     def use_in_backward(self, scaling: Scaling) -> None:
         """Notes that the running backward records amaxes in `scaling`."""
+        if scaling.held_by is not None:
+            scaling.held_by.hold(scaling, self.group)
+            return
         self._used_backward[scaling] = None
         # One callback a backward.  Its number is kept, rather than a flag: if a backward raises, the callback
         # is dropped, and a flag would stay.

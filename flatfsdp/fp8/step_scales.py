@@ -18,9 +18,10 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.fp8.delayed_scaling import Arena, Scaling
+from flatfsdp.fp8.delayed_scaling import Arena, Scaling, update
 
 
 class Snapshot(NamedTuple):
@@ -50,9 +51,18 @@ class StepScales:
 
     A step begins with the first training forward after an optimizer has settled the last one, or has changed
     the parameters without settling it.
+
+    Args:
+        holds: whether scales stay the same until the step's last backward, and are updated there once.  So
+            they do not depend on how many microbatches each rank runs (`comm/lanes.py`).
+
+    Attributes:
+        holds: the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, holds: bool = False) -> None:
+        self.holds = holds
+        self._held: dict[Scaling, dist.ProcessGroup | None] = {}
         self._snapshots: dict[Arena, Snapshot] = {}
         self._then: dict[Scaling, tuple[Snapshot, int]] = {}
         self._without_scales: list[Scaling] = []
@@ -84,6 +94,7 @@ class StepScales:
 
     def forget(self) -> None:
         """Forgets the step, which is over or abandoned."""
+        self._held.clear()
         self._snapshots.clear()
         self._then.clear()
         self._without_scales.clear()
@@ -101,6 +112,22 @@ class StepScales:
             for live, saved in self._now_and_then():
                 live.copy_(saved)
         self.forget()
+
+    def hold(self, scaling: Scaling, group: dist.ProcessGroup | None) -> None:
+        """Puts off the update of scales for which amaxes are recorded now.
+
+        Args:
+            scaling: the scales.
+            group: ranks that share them.
+        """
+        self._held[scaling] = group
+
+    def update_held(self) -> None:
+        """Updates what was put off, from the largest amaxes of all microbatches and ranks.  Collective."""
+        # In the order of the first use, which is the same on all ranks.
+        held, self._held = self._held, {}
+        for group in dict.fromkeys(held.values()):
+            update([scaling for scaling, of in held.items() if of is group], group)
 
     @property
     def noted(self) -> list[Scaling]:
@@ -202,8 +229,9 @@ _current: ContextVar[StepScales | None] = ContextVar("flatfsdp_step_scales", def
 
 
 def note(scalings: Iterable[Scaling]) -> None:
-    """Notes that a layer's training forward is about to use these; does nothing outside FlatFSDP."""
+    """Notes that a layer's training forward is about to use these; outside FlatFSDP nobody holds them."""
     step = _current.get()
-    if step is not None:
-        for scaling in scalings:
+    for scaling in scalings:
+        scaling.held_by = step if step is not None and step.holds else None
+        if step is not None:
             step.note(scaling)

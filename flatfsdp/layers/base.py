@@ -162,8 +162,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         forward = self._scaling("forward", recipe, device, renew=records)
         backward = self._scaling("backward", recipe, device, renew=records)
         if records:
-            region.use(forward)
+            # First, as it tells whether the region or the step updates them.
             note((forward, backward))
+            region.use(forward)
             forward.was_loaded = backward.was_loaded = False
         return delayed_casts(region, recipe, forward, backward, records=records, use=use)
 

@@ -42,6 +42,7 @@ from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.packing import Packs
+from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Options, Policy, require_flag
 
@@ -96,7 +97,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
             owner._buffers[name] = prepared[buffer]
     bindings = bindings_of(module, parameters.values(), grid.tensor, policy)
     microbatch = Microbatch(1 if policy.lanes is None else policy.lanes.turns(grid))
-    unit = DrivenUnit(policy, grid, Shared(device, microbatch), modules, contains_units=contains_units)
+    shared = Shared(device, microbatch, scales=StepScales(holds=policy.lanes is not None))
+    unit = DrivenUnit(policy, grid, shared, modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, lists_flat=lists_flat)
         unit.add(group)

@@ -256,6 +256,9 @@ class Root:
     def drop_left(self) -> None:
         """Drops what was accumulated in a loop over microbatches that was left before its last backward."""
         if self.microbatch.is_left:
+            if self.shared.scales.holds:
+                # Amaxes so far are of as many microbatches as this rank happens to have run.
+                self.shared.scales.abandon()
             self.microbatch.end_step()
 
     @contextmanager
@@ -315,6 +318,8 @@ class Root:
         if self.reduces:
             # Only now, so that a backward that fails half-way leaves all gradients as they were.
             self.publish(self.reducer.finish())
+        if self.microbatch.is_last:
+            self.shared.scales.update_held()
         # After the reductions, which took the buffers: what is still there is for the next microbatch.
         for unit in self.units:
             unit.end_of_backward()
