@@ -9,7 +9,7 @@ Next: `optim/clip.py` takes norms over its ranks, `optim/fused.py` writes what t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,22 +32,6 @@ class Moved(Protocol):
         """
 
 
-class GradsByLane(NamedTuple):
-    """The gradients of a shard, cut so that norms of the pieces do not depend on the number of ranks.
-
-    Attributes:
-        shard: the same object for all parameters in one flat buffer.
-        number: index of the shard in its model, the same on all ranks.
-        shape: number of parameters in the buffer, and of the equal parts that it is cut into.
-        pieces: parameter, part and elements of each piece that this rank has.
-    """
-
-    shard: object
-    number: int
-    shape: tuple[int, int]
-    pieces: Sequence[tuple[int, int, Tensor]]
-
-
 class FlatShard(Protocol):
     """A 1-D parameter that is this rank's part of a flat buffer, or a local shard in that part."""
 
@@ -68,9 +52,6 @@ class FlatShard(Protocol):
     @property
     def is_counted(self) -> bool:
         """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
-
-    def grads_by_lane(self) -> GradsByLane | None:
-        """The gradients of its parameters that are there now; None without lanes."""
 
     @property
     def device(self) -> torch.device:

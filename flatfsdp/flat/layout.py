@@ -15,7 +15,7 @@ numbers of that many equal parts, for every number of ranks that divides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -201,19 +201,6 @@ class FlatLayout:
         low = rank * length
         start, stop = max(low, slot.offset), min(low + length, slot.end)
         return Piece(slot, start - slot.offset, stop - slot.offset, start - low) if start < stop else None
-
-    def cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Cuts elements [start, stop) of the padded buffer at the ends of its `cuts` equal parts.
-
-        Yields:
-            The number of each part that has some of them, and which: elements [low, high).
-        """
-        length = self.shard_numel(self.cuts)
-        while start < stop:
-            number = start // length
-            high = min(stop, (number + 1) * length)
-            yield number, start, high
-            start = high
 
     def gaps(self, num_shards: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the padded buffer outside all slots, in address order."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -28,11 +27,10 @@ from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import all_gather, all_reduce
+from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE, Ranks
-from flatfsdp.contract.flat_shard import FlatShard, GradsByLane
-from flatfsdp.kernels.shared.tables import kept_table
+from flatfsdp.contract.flat_shard import FlatShard
 
 
 class Identified(Protocol):
@@ -119,10 +117,6 @@ def norm_over_ranks(
     """
     # Before the first collective: all ranks know these sizes, and raise together.
     require_same_grid(shard.grid for shard, _ in gradients)
-    by_lane = [found for shard, _ in gradients if (found := shard.grads_by_lane()) is not None]
-    if by_lane:
-        identity = identity_of_norm(shard for shard, _ in gradients)
-        return _norm_over_lanes(by_lane, alone, gradients[0][0].grid, device, norm_type, identity)
     counted: dict[tuple[Ranks, ...], list[Tensor]] = {}
     uncounted: list[Tensor] = []
     for shard, grads in gradients:
@@ -145,61 +139,6 @@ def norm_over_ranks(
     # The largest over replicas, so that a NaN on one of them stops all.
     norm = norm_over(replicas, norm, math.inf, identity)
     return norm_over_stages(stages, norm, norm_type, identity).to(dtype)
-
-
-def _norm_over_lanes(
-    by_lane: Sequence[GradsByLane],
-    alone: Sequence[Tensor],
-    grid: Grid,
-    device: torch.device,
-    norm_type: float,
-    identity: Identity | None,
-) -> Tensor:
-    """Norm with the same bits on any number of ranks: of pieces that no shard cuts, in one order."""
-    shapes = {found.shard: found for found in sorted(by_lane, key=attrgetter("number"))}
-    firsts, size = {}, 0
-    for shard, found in shapes.items():
-        firsts[shard] = size
-        size += math.prod(found.shape)
-    places = {
-        firsts[found.shard] + parameter * found.shape[1] + part: piece
-        for found in by_lane
-        for parameter, part, piece in found.pieces
-    }
-    dtype = widest([*alone, *places.values()])
-    norms = norms_at(places, size, grid.shard, dtype, device, norm_type, identity)
-    of_alone = local_norm(alone, norms.dtype, device, norm_type)
-    return torch.linalg.vector_norm(torch.cat([norms, of_alone.view(1)]), norm_type)
-
-
-def norms_at(
-    places: Mapping[int, Tensor],
-    size: int,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    device: torch.device,
-    norm_type: float,
-    identity: Identity | None,
-) -> Tensor:
-    """Norms of tensors that one rank each has, at their places in one tensor on all ranks.  Collective.
-
-    Args:
-        places: tensors of this rank, by place.
-        size: number of places on all ranks together.
-
-    Returns:
-        [size], in `dtype`, on `device`; zero where no rank has a tensor.
-    """
-    norms = torch.zeros(size, dtype=dtype, device=device)
-    if places:
-        of_pieces = torch._foreach_norm([*places.values()], norm_type, dtype=dtype)
-        found = torch.stack([norm.to(device) for norm in of_pieces])
-        norms[kept_table([[*places]], device)[0]] = found
-    if ranks.size > 1:
-        with launch(ranks, identity, device):
-            # Exact in any order: each place has the number of one rank, and zeros of the others.
-            all_reduce(norms, ranks, mean=False)
-    return norms
 
 
 def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Ranks:

@@ -17,19 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.checking.identity import Identity
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
-from flatfsdp.optim.clip import (
-    identity_of_norm,
-    norm_over,
-    norms_at,
-    pipeline_of,
-    require_same_grid,
-    widest,
-)
+from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
 
 _OfMaster = tuple[MasterShard, ShardGrad]
 """A gradient, and the shard that it is of."""
@@ -123,9 +115,6 @@ class NormsOverRanks:
         masters, device = [master for master, _ in gradients], gradients[0][0].device
         parts = [plain(grad) for _, grad in gradients]
         dtype = widest(parts)
-        identity = identity_of_norm(master.unit for master in masters)
-        if masters[0].unit.policy.lanes is not None:
-            return self._norms_by_lane(gradients, norm_type, dtype, identity)
         norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
         # Some norms of an empty tensor are not zero.
         counted = [n for n, part in enumerate(parts) if part.numel() and masters[n].is_counted]
@@ -136,27 +125,10 @@ class NormsOverRanks:
         by_partners: dict[tuple[Ranks, ...], list[int]] = {}
         for index, master in enumerate(masters):
             by_partners.setdefault(master.grid.partners, []).append(index)
+        identity = identity_of_norm(master.unit for master in masters)
         for partners, indices in by_partners.items():
             own = torch.stack([norms[index] for index in indices])
             over_ranks = norm_over(partners, own, norm_type, identity).unbind()
             for index, norm in zip(indices, over_ranks, strict=True):
                 norms[index] = norm
         return norms
-
-    def _norms_by_lane(
-        self,
-        gradients: Sequence[_OfMaster],
-        norm_type: float,
-        dtype: torch.dtype,
-        identity: Identity | None,
-    ) -> list[Tensor]:
-        """The same with lanes: of pieces that no shard cuts, so any number of ranks has the same bits."""
-        master, cuts = gradients[0][0], gradients[0][0].layout.cuts
-        places = {
-            index * cuts + part: piece
-            for index, (of, grad) in enumerate(gradients)
-            for part, piece in of.by_lane(grad.place.number, plain(grad))
-        }
-        size = len(gradients) * cuts
-        norms = norms_at(places, size, master.grid.shard, dtype, master.device, norm_type, identity)
-        return list(torch.linalg.vector_norm(norms.view(-1, cuts), norm_type, dim=1).unbind())

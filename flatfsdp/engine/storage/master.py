@@ -14,7 +14,7 @@ An empty one stands where its parameter would be, so starts ascend in the order 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -311,16 +311,6 @@ class MasterShard:
             return [joint.flat]
         found = (reduced_grad(parameter, self.grad_attribute) for parameter in self.parameters)
         return [plain(grad) for grad in found if grad is not None]
-
-    def by_lane(self, number: int, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Cuts a tensor like a local shard where the parts of the buffer end that shards are made of.
-
-        Yields:
-            The number of each part with some of it, and its elements there.
-        """
-        begin = self.grid.shard.rank * self.flat.numel() + self.local_shards[number].start
-        for part, low, high in self.layout.cut(begin, begin + tensor.numel()):
-            yield part, tensor[low - begin : high - begin]
 
     @property
     def published(self) -> Published | None:

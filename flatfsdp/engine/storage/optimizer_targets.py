@@ -12,10 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, GradsByLane, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.storage.shard_grad import plain
-from flatfsdp.engine.storage.unreduced import reduced_grad
 
 
 def attach_targets(group: FlatGroup) -> None:
@@ -52,19 +50,6 @@ class ShardTarget:
     def stages(self) -> Ranks:
         """The ranks of the pipeline; without one, alone."""
         return self.group.master.stages
-
-    def grads_by_lane(self) -> GradsByLane | None:
-        """The gradients of its local shards, cut by parameter and lane; None without lanes."""
-        master = self.group.master
-        if self.group.unit.policy.lanes is None:
-            return None
-        pieces = []
-        for number, (parameter, start, stop) in enumerate(master.local_shards):
-            grad = reduced_grad(parameter, master.grad_attribute)
-            if self._start <= start < stop <= self._stop and grad is not None:
-                pieces += [(number, part, piece) for part, piece in master.by_lane(number, plain(grad))]
-        shape = len(master.local_shards), master.layout.cuts
-        return GradsByLane(master.in_model, master.in_model.number, shape, pieces)
 
     @property
     def moved(self) -> Moved | None:

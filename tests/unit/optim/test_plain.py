@@ -85,9 +85,6 @@ class Shard:
     def runs(self) -> list[tuple[int, int, Tensor]]:
         return [(*run, amax.zero_()) for run, amax in zip(self._runs, self.amaxes, strict=True)]
 
-    def grads_by_lane(self) -> None:
-        return None
-
     def cast_done(self) -> None:
         self.done.append(self._parameter._version)
 
