@@ -4,11 +4,10 @@ In:   gradients of flat shards that have `Pieces` (`contract/flat_shard.py`), as
 Out:  the norm of every piece of each whole buffer, the same vector on all ranks.
 Next: `clip.py` takes the norm of these norms, and `engine/storage/grad_norms.py` that of each parameter.
 
-    buffer    | slot 0 ........|gap| slot 1 ..........................|gap| slot 2 ......| tail |
-    parts     |                       |                       |                       |         |
-    pieces    |0 ..............|   |1 |2 .....................|3 .....|   |4 .........|5 |
-    2 ranks   |<---------------------------------------------->|<-------------------------------...
-    4 ranks   |<--------------------->|<--------------------->|<---------------------->|<-------...
+    buffer    | slot 0 .....|gap| slot 1 .....................................|gap|slot 2.|   |
+    4 parts   |                   |                   |                   |                   |
+    pieces    | 0 ..........|   |1| 2 ................| 3 ................| 4 |   | 5 ....|
+    2 ranks   |<------------------------------------->|<------------------------------------->|
 
 Shards are whole numbers of parts, so each piece is on one rank, at any number of ranks.  All ranks, and a
 single one, too, combine the same numbers in the same order.
