@@ -9,7 +9,7 @@ Next: `optim/clip.py` takes norms over its ranks, `optim/fused.py` writes what t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,38 @@ class Moved(Protocol):
         """
 
 
+class GradAt(NamedTuple):
+    """A gradient that begins at element `start` of a shard, or of the whole buffer; 1-D."""
+
+    start: int
+    grad: Tensor
+
+
+Range = tuple[int, int]
+"""Elements [start, stop)."""
+
+
+class Numbered(Protocol):
+    """A flat buffer, of which only its number in the model is known."""
+
+    number: int
+
+
+class Pieces(NamedTuple):
+    """What norms are taken of one by one, so that they do not depend on the number of ranks.
+
+    Attributes:
+        buffer: the same object for all flat shards that are in one buffer.
+        start: first element of this flat shard in the buffer.
+        bounds: ranges of all pieces of the whole buffer, ascending.  A flat shard has whole pieces, and zeros
+            outside of them.
+    """
+
+    buffer: Numbered
+    start: int
+    bounds: Sequence[Range]
+
+
 class FlatShard(Protocol):
     """A 1-D parameter that is this rank's part of a flat buffer, or a local shard in that part."""
 
@@ -52,6 +84,10 @@ class FlatShard(Protocol):
     @property
     def is_counted(self) -> bool:
         """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Pieces of the buffer for norms; None if a norm is taken of all that a rank has (without lanes)."""
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +120,10 @@ class FlatShard(Protocol):
 
         Call it after the parameter was written and its version counter raised.
         """
+
+
+Gradients = Sequence[tuple[FlatShard, Sequence[GradAt]]]
+"""Flat shards of one model, in the same order on all ranks, each with its present gradients."""
 
 
 FLAT_SHARD = Attribute[FlatShard | None]("flat_shard", None)

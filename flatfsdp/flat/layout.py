@@ -210,6 +210,28 @@ class FlatLayout:
         edges = [0, *inside, self.padded_numel(num_shards)]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
+    @cached_property
+    def bounds_of_slots(self) -> list[list[tuple[int, int]]]:
+        """For each slot, the ranges [start, stop) of the buffer that it has in the equal parts, in order.
+
+        A slot without elements has one range without elements.
+        """
+        part = self.shard_numel(self.cuts)
+        return [
+            [
+                (max(low, slot.offset), min(low + part, slot.end))
+                for low in range(slot.offset // part * part, slot.end, part)
+            ]
+            if slot.numel
+            else [(slot.offset, slot.end)]
+            for slot in self.slots
+        ]
+
+    @cached_property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The same ranges of all slots, one after the other."""
+        return [each for of_slot in self.bounds_of_slots for each in of_slot]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of `flat`, one a slot, in the slots' shapes.
 

@@ -30,7 +30,8 @@ from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE, Ranks
-from flatfsdp.contract.flat_shard import FlatShard
+from flatfsdp.contract.flat_shard import Gradients
+from flatfsdp.optim.piece_norms import PieceNorms, of_buffers
 
 
 class Identified(Protocol):
@@ -38,10 +39,6 @@ class Identified(Protocol):
 
     def identify(self, action: Action) -> Identity | None:
         """Identity that a collective for it carries."""
-
-
-Gradients = Sequence[tuple[FlatShard, Sequence[Tensor]]]
-"""Flat shards of one model, in the same order on all ranks, each with its present gradients."""
 
 
 def clip_grad_norm(
@@ -83,7 +80,7 @@ def clip_grad_norm(
     # if asked to.
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradient norm is {norm.item()}; look for NaN in the last backward")
-    scale_grads([grad for _, grads in gradients for grad in grads], clip_coefficient(norm, max_norm))
+    scale_grads(_all_of(gradients), clip_coefficient(norm, max_norm))
     return norm
 
 
@@ -98,7 +95,8 @@ def norm_over_ranks(
 ) -> Tensor:
     """Computes (sum over all gradients |.|^p)^(1/p), or the largest magnitude for infinite p.  Collective.
 
-    A non-finite gradient shows on all ranks that share the norm, even if its rank does not count it because
+    With lanes it has the same bits on any number of ranks, however an optimizer groups the parameters.  A
+    non-finite gradient shows on all ranks that share the norm, even if its rank does not count it because
     others have the same one.
 
     Args:
@@ -120,21 +118,27 @@ def norm_over_ranks(
     counted: dict[tuple[Ranks, ...], list[Tensor]] = {}
     uncounted: list[Tensor] = []
     for shard, grads in gradients:
-        of_partners = counted.setdefault(shard.grid.partners, [])
-        (of_partners if shard.is_counted else uncounted).extend(grads)
-    dtype = widest([*alone, *(grad for _, grads in gradients for grad in grads)])
+        if shard.pieces is None:
+            of_partners = counted.setdefault(shard.grid.partners, [])
+            (of_partners if shard.is_counted else uncounted).extend(grad for _, grad in grads)
+    dtype = widest([*alone, *_all_of(gradients)])
     identity = identity_of_norm(shard for shard, _ in gradients)
     # Norms that only this rank takes.
     own = [local_norm(grads, dtype, device, norm_type) for grads in (alone, uncounted) if grads]
     local = {each: local_norm(grads, dtype, device, norm_type) for each, grads in counted.items()}
+    in_pieces = PieceNorms(of_buffers(gradients), dtype, device, norm_type)
     # Partners of one unit must also learn of non-finite gradients in units that they do not share.
-    others = [*own, *local.values()] if len(own) + len(local) > 1 else []
-    bad = [unless_finite(norm) for norm in others]
+    largest = in_pieces.largest
+    others = [*own, *local.values(), *largest]
+    bad = [unless_finite(norm) for norm in others] if len(others) > 1 else []
     norms = own[:1] if alone else []
     norms += [
         norm_over(partners, functools.reduce(torch.add, bad, norm), norm_type, identity)
         for partners, norm in local.items()
     ]
+    if largest:
+        pieces = torch.cat(in_pieces.over_ranks(identity, bad))
+        norms.append(torch.linalg.vector_norm(pieces, norm_type))
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
     # The largest over replicas, so that a NaN on one of them stops all.
     norm = norm_over(replicas, norm, math.inf, identity)
@@ -192,6 +196,10 @@ def local_norm(grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device
 def unless_finite(norm: Tensor) -> Tensor:
     """Returns 0 for a finite norm, which other ranks need not know, otherwise the norm."""
     return torch.where(norm < math.inf, 0.0, norm)
+
+
+def _all_of(gradients: Gradients) -> list[Tensor]:
+    return [grad for _, grads in gradients for _, grad in grads]
 
 
 def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
@@ -290,7 +298,7 @@ def judge(
             stages=stages,
         )
         return Verdict.by(norm, is_norm=True)
-    grads = [*alone, *(grad for _, of_shard in gradients for grad in of_shard)]
+    grads = [*alone, *_all_of(gradients)]
     identity = identity_of_norm(shard for shard, _ in gradients)
     # The grid with most ranks includes those of all others.
     largest = max(grids, key=lambda grid: (grid.num_ranks, grid.tensor.size), default=None)

@@ -384,7 +384,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def _judge(self, due: Sequence[Due], shards: Sequence[FlatShard]) -> Verdict:
         grads = {one.updated.shard: one.grads for one in due if one.updated.shard is not None}
-        alone = [grad for one in due if one.updated.shard is None for grad in one.grads]
+        alone = [grad for one in due if one.updated.shard is None for _, grad in one.grads]
         clips = self.max_grad_norm is not None
         # All trained parameters, because ranks may have gradients of different ones.
         ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
@@ -432,7 +432,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     ) -> tuple[LaunchKey, list[Run]]:
         states, numbers, variant = formula
         values, shard = due.updated.parameter.detach(), due.updated.shard
-        grad = due.grads[0]
+        grad = due.grads[0].grad
         # Kernels index all tensors of a run alike.  A parameter that is not contiguous takes the way of plain
         # PyTorch, which reads any strides.
         if values.is_contiguous():

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, ViewedShard
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, GradAt, ViewedShard
 from flatfsdp.contract.main_grad import MAIN_GRAD
 
 STEP = "step"
@@ -57,12 +57,13 @@ class Due(NamedTuple):
     """A unit of update in a step that updates some of it.
 
     Attributes:
-        grads: gradients that count in a norm; together they cover all elements whose gradient is not zero.
+        grads: gradients that count in a norm, with their starts in the unit of update; together they cover
+            all elements whose gradient is not zero.
         pieces: what the step does to which elements; they cover everything but gaps.
     """
 
     updated: Updated
-    grads: Sequence[Tensor]
+    grads: Sequence[GradAt]
     pieces: Sequence[DuePiece]
 
 
@@ -93,7 +94,7 @@ class Updated:
         check_grad(self.parameter, grad)
         # The gradient of a shard is a `ShardGrad`, which answers for all ranks.
         grad = grad if self.shard is None else grad.as_subclass(Tensor)
-        return Due(self, [grad], [DuePiece(0, self.parameter.numel(), grad)])
+        return Due(self, [GradAt(0, grad)], [DuePiece(0, self.parameter.numel(), grad)])
 
     def state(self, states: State) -> dict[str, Any]:
         """The optimizer's state for it, but for counts, to be read and written; empty at first."""
@@ -148,15 +149,18 @@ class Joined(Updated):
         return self._viewed.model, self._viewed.number
 
     def due(self) -> Due | None:
-        """The gradients and pieces that a step updates or copies; None if no view has a gradient."""
+        """The gradients and pieces that a step updates or copies; None if no view has a gradient here."""
+        if self._start == self._stop:
+            return None
         joint = self._viewed.joint_grad(self._first, self._last)
         if joint is not None:
             grad = joint.flat[self._start : self._stop]
+            grads_at = [GradAt(0, grad)]
             # Most steps: all views are used, and always were used together.
             if self._views and self._has_one_history and self._views.keys().isdisjoint(joint.idle):
-                return Due(self, [grad], [DuePiece(0, grad.numel(), grad, next(iter(self._views)))])
+                return Due(self, grads_at, [DuePiece(0, grad.numel(), grad, next(iter(self._views)))])
             # Idle parts of the gradient are zero, and stay in the norm, as in that of a flat parameter.
-            return Due(self, [grad], self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
+            return Due(self, grads_at, self._pieces(dict.fromkeys(self._views.keys() - joint.idle, grad)))
         # There is no joint gradient, or somebody has replaced a part of it, or taken one away.  Then each
         # view counts by itself, and one without a gradient is idle.
         grads: dict[int, Tensor] = {}
@@ -166,7 +170,8 @@ class Joined(Updated):
                 grads[number] = found.as_subclass(Tensor)
         if not grads:
             return None
-        return Due(self, list(grads.values()), self._pieces(grads))
+        grads_at = [GradAt(self._views[number][1], grad) for number, grad in grads.items()]
+        return Due(self, grads_at, self._pieces(grads))
 
     def _pieces(self, grads: Mapping[int, Tensor]) -> list[DuePiece]:
         """Neighbours with one gradient and one history together, each up to where the next one starts.
@@ -313,7 +318,7 @@ def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updat
         for parameter in group["params"]:
             if parameter not in group_of:
                 found.append(Updated(parameter, group, FLAT_SHARD.of(parameter)))
-            # A later view of a run, which is listed at its first one, or a run without elements on this rank.
+            # A later view of a run, which is listed at its first one.
             elif (together := joined.get(parameter)) is None:
                 continue
             elif together.take_over(states):
@@ -333,7 +338,8 @@ def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Ite
         group = groups[first]
         start = views[first][1]
         stop = numel if last == len(views) else views[last][1]
-        if group is not None and start < stop:
+        # Also without elements on this rank: norms of those on other ranks are collective.
+        if group is not None:
             yield views[first][0], Joined(viewed, group, first, last, start, stop)
 
 

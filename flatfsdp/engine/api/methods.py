@@ -6,7 +6,7 @@ Next: `classes.py` puts them in front of the module's own class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.contract.claimed import PART_OF
-from flatfsdp.contract.flat_shard import FlatShard
+from flatfsdp.contract.flat_shard import Gradients
 from flatfsdp.contract.foreign_words import METHODS, answer_methods
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
@@ -101,7 +101,8 @@ class UnitMethods(UnitModule):
         """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
 
         Call it on the root: the norm is that of the whole model.  Collective.  For several stages of a
-        pipeline use `flatfsdp.parallel.clip_grad_norm_`.
+        pipeline use `flatfsdp.parallel.clip_grad_norm_`.  With lanes the norm has the same bits on any number
+        of ranks.
 
         Args:
             max_norm: largest norm afterwards, not negative.
@@ -264,7 +265,7 @@ class UnitMethods(UnitModule):
 answer_methods(UnitMethods, METHODS)
 
 
-def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
+def gradients_of(model: Model) -> Gradients:
     """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
 
     Raises:
@@ -277,7 +278,7 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
             f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
             "them; take it after the last backward of the step, outside of no_sync()"
         )
-    return [(ShardTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
+    return [(ShardTarget(group, 0, group.master.flat.numel()), group.master.grads_at) for group in groups]
 
 
 def unit_of(module: nn.Module) -> UnitMethods:

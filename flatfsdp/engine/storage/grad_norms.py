@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.flat_shard import GradAt
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
 from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
+from flatfsdp.optim.piece_norms import InPieces, PieceNorms
 
 _OfMaster = tuple[MasterShard, ShardGrad]
 """A gradient, and the shard that it is of."""
@@ -115,6 +118,11 @@ class NormsOverRanks:
         masters, device = [master for master, _ in gradients], gradients[0][0].device
         parts = [plain(grad) for _, grad in gradients]
         dtype = widest(parts)
+        identity = identity_of_norm(master.unit for master in masters)
+        # All units of a model have the same lanes.
+        if masters[0].unit.policy.lanes is not None:
+            of_pieces = PieceNorms(list(starmap(_in_pieces, gradients)), dtype, device, norm_type)
+            return list(torch._foreach_norm(of_pieces.over_ranks(identity), norm_type))
         norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
         # Some norms of an empty tensor are not zero.
         counted = [n for n, part in enumerate(parts) if part.numel() and masters[n].is_counted]
@@ -125,10 +133,17 @@ class NormsOverRanks:
         by_partners: dict[tuple[Ranks, ...], list[int]] = {}
         for index, master in enumerate(masters):
             by_partners.setdefault(master.grid.partners, []).append(index)
-        identity = identity_of_norm(master.unit for master in masters)
         for partners, indices in by_partners.items():
             own = torch.stack([norms[index] for index in indices])
             over_ranks = norm_over(partners, own, norm_type, identity).unbind()
             for index, norm in zip(indices, over_ranks, strict=True):
                 norms[index] = norm
         return norms
+
+
+def _in_pieces(master: MasterShard, grad: ShardGrad) -> InPieces:
+    """The whole gradient that this is a part of, cut into pieces for its norm."""
+    layout, number = master.layout, grad.place.number
+    bounds = layout.bounds_of_slots[number] if master.is_divided else layout.bounds
+    start = master.start + master.local_shards[number].start
+    return InPieces(bounds, master.grid.shard, [GradAt(start, plain(grad))])

@@ -27,6 +27,7 @@ from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
 from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.flat_shard import GradAt
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
@@ -148,9 +149,9 @@ class MasterShard:
 
         Each has the original's `requires_grad` and own attributes, and its whole shape (`whole_shape`).
         """
-        found, rank, length = [], self.grid.shard.rank, self.flat.numel()
+        found, length = [], self.flat.numel()
         for slot, original in zip(self.layout.slots, originals, strict=True):
-            start, stop = (min(max(edge - rank * length, 0), length) for edge in (slot.offset, slot.end))
+            start, stop = (min(max(edge - self.start, 0), length) for edge in (slot.offset, slot.end))
             # A slice of a detached tensor shares the version counter, so its updates are noticed.
             parameter = nn.Parameter(self.flat.detach()[start:stop], original.requires_grad)
             # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
@@ -169,6 +170,11 @@ class MasterShard:
     def is_offloaded(self) -> bool:
         """Whether it is in CPU memory, so that compute and communication need a copy first."""
         return self.flat.device != self.device
+
+    @property
+    def start(self) -> int:
+        """First element of the whole buffer that is in this shard."""
+        return self.grid.shard.rank * self.flat.numel()
 
     @property
     def has_moved(self) -> bool:
@@ -262,8 +268,7 @@ class MasterShard:
 
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        start = self.grid.shard.rank * self.flat.numel()
-        self._store(full[start : start + self.flat.numel()])
+        self._store(full[self.start : self.start + self.flat.numel()])
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
@@ -305,12 +310,17 @@ class MasterShard:
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
-    def grads(self) -> Sequence[Tensor]:
-        """The reduced gradients that are there: one a local shard, or one of all together."""
+    def grads_at(self) -> Sequence[GradAt]:
+        """The reduced gradients in this shard: one a local shard that has one, or one of all together."""
         if (joint := self.joint_grad(0, len(self.local_shards))) is not None:
-            return [joint.flat]
-        found = (reduced_grad(parameter, self.grad_attribute) for parameter in self.parameters)
-        return [plain(grad) for grad in found if grad is not None]
+            return [GradAt(0, joint.flat)]
+        found = ((start, reduced_grad(p, self.grad_attribute)) for p, start, _ in self.local_shards)
+        return [GradAt(start, plain(grad)) for start, grad in found if grad is not None]
+
+    @property
+    def grads(self) -> Sequence[Tensor]:
+        """The same gradients without their places."""
+        return [grad for _, grad in self.grads_at]
 
     @property
     def published(self) -> Published | None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved, Pieces
 from flatfsdp.engine.storage.group import FlatGroup
 
 
@@ -50,6 +50,14 @@ class ShardTarget:
     def stages(self) -> Ranks:
         """The ranks of the pipeline; without one, alone."""
         return self.group.master.stages
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Pieces of the buffer, with lanes; see `FlatShard`."""
+        master = self.group.master
+        if self.group.unit.policy.lanes is None:
+            return None
+        return Pieces(master.in_model, master.start + self._start, master.layout.bounds)
 
     @property
     def moved(self) -> Moved | None:

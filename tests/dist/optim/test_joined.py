@@ -21,7 +21,7 @@ from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
 from tests.support import fp8_layers, stored_weights
 from tests.support.models import Block, Net, build, data, plain_net, same, update
-from tests.support.ranks import on_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 BF16 = torch.bfloat16
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
@@ -419,3 +419,24 @@ def test_param_groups_go_by_name_and_whole_shape(rank: int) -> None:
         {name for name, dim in shapes.items() if dim == 2 and name != "head.weight"},
     ]
     assert [group.get("lr") for group in groups] == [None, 3e-2, None]
+
+
+@pytest.mark.parametrize("lanes", [None, 6])
+@pytest.mark.parametrize("name", ["embedding.weight", "head.bias"])
+@on_ranks(3)
+def test_an_optimizer_of_what_only_some_ranks_have(
+    rank: int, world_size: int, name: str, lanes: int | None
+) -> None:
+    """The norm of its gradients is collective, also for ranks without elements."""
+    model = build(lanes=lanes)
+    backward(model, rank, 0)
+    part = dict(model.named_parameters())[name]
+    assert 0 in of_all_ranks(part.numel())
+    optimizer = AdamW([part], max_grad_norm=1.0)
+    norm = part.grad.norm()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, norm)
+    assert len({each.item() for each in of_all_ranks(optimizer.grad_norm)}) == 1
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(before[key], value)]
+    assert changed == [name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -89,6 +90,22 @@ def test_pieces_of_all_ranks_cover_each_slot_once_and_keep_its_alignment(specs, 
             assert piece.start % ELEMENT_ALIGNMENT == 0
             assert piece.stop == slot.numel or piece.stop % ELEMENT_ALIGNMENT == 0
     assert all(counts.eq(1).all() for counts in covered.values())
+
+
+@properties
+@given(specs, st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_bounds_of_norms_cover_each_slot_and_are_each_in_one_shard(specs, num_shards):
+    """The same ones for all numbers of shards that divide the number of cuts."""
+    layout = FlatLayout.pack(specs, cuts=12)
+    length = layout.shard_numel(num_shards)
+    for slot, bounds in zip(layout.slots, layout.bounds_of_slots, strict=True):
+        assert [start for start, _ in bounds] == [slot.offset, *(stop for _, stop in bounds[:-1])]
+        assert bounds[-1][1] == slot.end
+        assert all(start % ELEMENT_ALIGNMENT == 0 for start, _ in bounds)
+        if slot.numel:
+            assert all(start // length == (stop - 1) // length for start, stop in bounds)
+            assert all(start < stop for start, stop in bounds)
+    assert layout.bounds == [*itertools.chain(*layout.bounds_of_slots)]
 
 
 def test_boundaries_are_at_multiples_of_16_elements():

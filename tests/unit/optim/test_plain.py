@@ -72,7 +72,7 @@ class Shard:
     def __init__(self, parameter: Tensor, runs: Sequence[tuple[int, int]], has_copy: bool = True) -> None:
         alone = Ranks.of(None)
         self.grid, self.device, self.rounding = Grid(alone, alone), parameter.device, torch.bfloat16
-        self.stages, self.is_counted, self.moved = alone, True, None
+        self.stages, self.is_counted, self.moved, self.pieces = alone, True, None, None
         self.compute = torch.full(parameter.shape, torch.nan, dtype=torch.bfloat16) if has_copy else None
         self.amaxes = [torch.full((1,), torch.nan) for _ in runs]
         self.done: list[int] = []
