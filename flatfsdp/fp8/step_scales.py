@@ -122,6 +122,11 @@ class StepScales:
         """
         self._held[scaling] = group
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether updates were put off and have not come yet."""
+        return bool(self._held)
+
     def update_held(self) -> None:
         """Updates what was put off, from the largest amaxes of all microbatches and ranks.  Collective."""
         # In the order of the first use, which is the same on all ranks.

@@ -104,6 +104,9 @@ class Root:
         return sum(map(_CHANGES, self._states))
 
     def _end_step(self) -> None:
+        if self.shared.scales.is_holding:
+            # The step was left: these amaxes are of as many microbatches as this rank happens to have run.
+            self.shared.scales.abandon()
         for group in self.groups:
             # A loop ends a step even where nothing has begun: once more for each step.
             if group.state.is_of_a_step:
@@ -256,9 +259,6 @@ class Root:
     def drop_left(self) -> None:
         """Drops what was accumulated in a loop over microbatches that was left before its last backward."""
         if self.microbatch.is_left:
-            if self.shared.scales.holds:
-                # Amaxes so far are of as many microbatches as this rank happens to have run.
-                self.shared.scales.abandon()
             self.microbatch.end_step()
 
     @contextmanager
