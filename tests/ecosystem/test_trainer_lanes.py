@@ -18,6 +18,7 @@ from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.launched import launched
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tape import taped
 
 pytestmark = [
     needs_transformers,
@@ -119,6 +120,22 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(tmp_path: Path) 
     run_ranks(2, trained, parts, 4, "Llama", {**saving, "until": 2})
     run_ranks(4, trained, parts, 4, "Llama", {**saving, "until": 4, "resumes": True})
     assert_same(run_ranks(1, trained, parts, 4, "Llama", {**saving, "resumes": True}), expected)
+
+
+@on_ranks(4)
+def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size), taped():
+        found = []
+        for replay in (False, True):
+            trainer = flat_trainer(
+                FAMILIES["Llama"].build(),
+                lane_arguments(tmp_path, world_size, num_train_epochs=4),
+                flat=flat_arguments(lanes=4, fuse=True, replay=replay),
+            )
+            trainer.train()
+            found.append((losses(trainer), trainer.model.state_dict()))
+        assert_same(found[1:], found[0])
+        assert trainer._microbatch.replays >= 6
 
 
 @on_ranks(2)

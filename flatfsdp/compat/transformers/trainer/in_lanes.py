@@ -18,7 +18,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
 
@@ -40,23 +39,24 @@ class SamplesInLanes(Sampler[int]):
 
     Raises:
         ValueError: if the lanes cannot have equally many microbatches in each step; if ranks may order
-            samples differently.
+            samples differently, or the model has others than Trainer.
     """
 
     def __init__(self, batches: Any, lanes: Lanes, grid: Grid, arguments: Any) -> None:
         self._sampler, self._lanes, self._grid = batches.sampler, lanes, grid
         self._batch: int = batches.batch_size
-        if isinstance(self._sampler, SeedableRandomSampler):
-            # Not torch's seed, which `FlatTrainer` sets in each microbatch.
-            seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-            self._sampler.initial_seed = seed
-        elif not isinstance(self._sampler, SequentialSampler) and not hasattr(self._sampler, "set_epoch"):
+        if not isinstance(self._sampler, SequentialSampler) and not hasattr(self._sampler, "set_epoch"):
             kind = type(self._sampler).__name__
             raise ValueError(
                 f"with lanes the order of samples has to be the same on all ranks, and {kind} has no "
                 "set_epoch(), so it may draw random numbers that are each rank's own; give it one"
             )
         on_rank, ranks = arguments.gradient_accumulation_steps, grid.num_ranks
+        if ranks != arguments.world_size:
+            raise ValueError(
+                f"the model is data parallel over {ranks} of {arguments.world_size} ranks, and Trainer gives "
+                "each of them other data; shard it over all"
+            )
         self._total = ranks * on_rank
         if self._total % lanes.number:
             raise ValueError(

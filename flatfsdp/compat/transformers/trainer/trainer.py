@@ -109,7 +109,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         self._microbatch: Callable[..., Tensor] | None = None
         self._places: Any = None
         self._left = 0
-        self._step: StepInLanes | None = None
+        self._lane_step: StepInLanes | None = None
         super().__init__(*args, **options)
 
     # ---- what surrounds the model -----------------------------------------------------------------------
@@ -183,7 +183,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             ValueError: with lanes, if samples have no order that is the same on any number of ranks, or lanes
                 cannot have equally many microbatches.
         """
-        loader = super().get_train_dataloader()
+        loader: Any = super().get_train_dataloader()
         if self._lanes is None:
             return loader
         batches = getattr(loader, "batch_sampler", None)
@@ -212,8 +212,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         numbers: Sequence[int] = range(len(samples))
         if self._lanes is not None:
             grid = self.model.fsdp_state.grid
-            self._step = StepInLanes(self._lanes, grid, len(samples), self.args.device)
-            numbers = self._step.numbers
+            self._lane_step = StepInLanes(self._lanes, grid, len(samples), self.args.device)
+            numbers = self._lane_step.numbers
         self._places, self._left = microbatches(self.model, numbers), len(samples)
         return samples, count
 
@@ -223,19 +223,22 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         With lanes, the last microbatch returns the loss of the step over all ranks, and others return 0.
         """
         number = 0 if self._places is None else next(self._places)
-        step = self._step
-        if step is not None:
-            # Dropout depends on the number of the microbatch, not on the rank that runs it.
-            torch.manual_seed(self.args.seed * 1_000_003 + self.state.global_step * step.total + number)
-            # By which `Trainer` divides losses that are not divided by a number of items.
-            self.current_gradient_accumulation_steps = step.total
+        step = self._lane_step
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
         if self._flat.replay:
             # Before what is recorded; tokenizers return a mapping that `replayed` cannot inspect.
             inputs = dict(self._prepare_inputs(inputs))
         assert self._microbatch is not None
-        loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        # Random numbers outside of microbatches stay the same on all ranks.
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=step is not None):
+            if step is not None:
+                # Dropout depends on the number of the microbatch, not on the rank that runs it.
+                torch.manual_seed(self.args.seed * 1_000_003 + self.state.global_step * step.total + number)
+                # By which `Trainer` divides losses that are not divided by a number of items.
+                self.current_gradient_accumulation_steps = step.total
+            loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._left -= 1
         if step is not None:
             step.note(number, loss)
@@ -254,7 +257,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
                 recording.
         """
         # `Trainer` multiplies by the number of ranks what is then averaged over them; lanes are added.
-        averages = self.args.average_tokens_across_devices and self._step is None
+        averages = self.args.average_tokens_across_devices and self._lane_step is None
         with replaced(self.args, average_tokens_across_devices=averages):
             if not self._flat.replay:
                 return super().training_step(self.model, inputs, num_items_in_batch)
@@ -268,7 +271,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     def _end_step(self) -> None:
         if self._places is not None:
             self._places.close()
-            self._places = self._step = None
+            self._places = self._lane_step = None
 
     def compute_loss_context_manager(self) -> Any:
         """The contexts of `Trainer`, in training and evaluation, with FP8 autocast inside."""
@@ -339,7 +342,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE
-        extra = {} if self._lanes is None else {SIZES: self._sizes}
+        extra = {} if self._lanes is None else {SIZES: self._step_sizes}
         checkpoint.save(folder, self.model, plain_optimizer(self.optimizer), extra=extra, overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
@@ -369,10 +372,10 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         if checkpoint_folder is None or not _goes_on(checkpoint_folder):
             return
         extra = checkpoint.load(Path(checkpoint_folder) / STATE, self.model, plain_optimizer(self.optimizer))
-        if self._lanes is not None and extra.get(SIZES, self._sizes) != self._sizes:
+        if self._lanes is not None and extra.get(SIZES, self._step_sizes) != self._step_sizes:
             raise ValueError(
-                f"{checkpoint_folder} is of a training with {extra[SIZES]}, and this one has {self._sizes}: "
-                "with other ranks choose gradient_accumulation_steps such that ranks times its value stay"
+                f"{checkpoint_folder} is of a training with {extra[SIZES]}, and this one has "
+                f"{self._step_sizes}: choose gradient_accumulation_steps such that ranks times its value stay"
             )
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
@@ -380,7 +383,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         super()._load_optimizer_and_scheduler(checkpoint_folder)
 
     @property
-    def _sizes(self) -> str:
+    def _step_sizes(self) -> str:
         """What a step consists of, on all ranks together."""
         total = self.args.gradient_accumulation_steps * self.model.fsdp_state.grid.num_ranks
         return f"{total} microbatches of {self.args.train_batch_size} a step"
