@@ -75,7 +75,8 @@ class Microbatch:
         if self.turns > 1 and self.per_turn is None:
             raise RuntimeError(
                 f"each rank works through {self.turns} lanes in a step; run all its microbatches inside "
-                "flatfsdp.microbatches(model, batches), which tells where a lane ends"
+                "flatfsdp.microbatches(model, batches), which tells where a lane ends, as no_sync() and "
+                "set_is_last_backward() do not"
             )
 
     def end_step(self) -> None:

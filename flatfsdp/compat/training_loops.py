@@ -7,7 +7,8 @@ Out:  the model sharded as DistributedDataParallel wraps it; what ranks agree on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,20 @@ def require_place(model: Any, device: torch.device, world_size: int, library: st
         raise ValueError(f"the model is data parallel {theirs}; {way_out}")
 
 
+def require_no_lanes(model: Any, library: str) -> None:
+    """Checks that a loop that divides losses for an average over ranks has no model that adds over them.
+
+    Raises:
+        ValueError: if the model has lanes.
+    """
+    if model.fsdp_state.policy.lanes is not None:
+        raise ValueError(
+            f"the model has lanes, whose gradients are added over ranks, and {library} divides losses and "
+            "deals out data for an average; leave lanes out, or train with FlatTrainer, Fabric, or a loop of "
+            "your own over flatfsdp.microbatches(model, batches)"
+        )
+
+
 def require_current(optimizer: Optimizer, way_out: str) -> None:
     """Checks that an optimizer has the parameters of the sharded model.
 
@@ -122,3 +137,14 @@ def open_folder(
             way_out = "if you trust it, load it with weights_only=False"
             raise checkpoint.CheckpointError(f"{error}; {way_out}") from None
     return opened, extra
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of `owner` have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)

@@ -404,6 +404,9 @@ def test_what_cannot_be_right_raises_on_all_ranks(rank: int, world_size: int) ->
         early = torch.optim.SGD(net().parameters(), lr=0.1)
         early.param_groups[0]["params"] = [model.embedding.weight]
         assert_raises(ValueError, "after the optimizer was made", accelerator.prepare, early)
+        laned = flatfsdp.shard(Net(), by_class(Block), lanes=2)
+        with pytest.raises(ValueError, match=r"the model has lanes, .* flatfsdp\.microbatches"):
+            accelerator.prepare(laned)
         with pytest.raises(ValueError, match="modules in this Sequential are sharded"):
             accelerator.prepare(nn.Sequential(nn.Linear(2, 2), late))
         with (
@@ -490,4 +493,5 @@ def test_options_are_refused_before_anything_is_made() -> None:
             flat_accelerator()
     assert_raises(TypeError, "reshard_after", flat_accelerator, shard_options={"reshard_after": True})
     assert_raises(ValueError, "device", flat_accelerator, shard_options={"device": "cpu"})
+    assert_raises(ValueError, r"'lanes'\]: .* see FlatTrainer", flat_accelerator, shard_options={"lanes": 2})
     assert AcceleratorState._shared_state == {}

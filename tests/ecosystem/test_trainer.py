@@ -113,22 +113,23 @@ def test_losses_and_gradient_norms_are_those_of_ddp(
             torch.testing.assert_close(value, ddp.model.state_dict()[name], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("after", [2, 4])
 @on_ranks(2)
 def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
-    rank: int, world_size: int, tmp_path: Path
+    rank: int, world_size: int, tmp_path: Path, after: int
 ) -> None:
+    """After two of three steps of the first epoch, and after one of the second."""
     import transformers
 
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == 2
+            control.should_training_stop = state.global_step == after
 
     with launched(rank, world_size):
         dropping = {"attention_dropout": 0.1}
         whole = flat_trainer(FAMILIES["Llama"].build(**dropping), arguments(tmp_path / "whole"))
         whole.train()
-        # Step 2 of 3 in the first epoch.
-        options = arguments(tmp_path / "parts", save_strategy="steps", save_steps=2)
+        options = arguments(tmp_path / "parts", save_strategy="steps", save_steps=after)
         flat_trainer(FAMILIES["Llama"].build(**dropping), options, callbacks=[Stop()]).train()
         resumed = flat_trainer(FAMILIES["Llama"].build(**dropping), options)
         resumed.train(resume_from_checkpoint=True)

@@ -108,8 +108,9 @@ class TapeGraphs:
         with ExitStack() as patches:
             for name in ("_all_gather", "_reduce_scatter"):
                 patches.enter_context(mock.patch.object(collectives, name, _again(graph, collectives, name)))
-            reduce = _again(graph, collectives.dist, "all_reduce")
-            patches.enter_context(mock.patch.object(collectives.dist, "all_reduce", reduce))
+            for name in ("all_reduce", "all_to_all_single"):
+                again = _again(graph, collectives.dist, name)
+                patches.enter_context(mock.patch.object(collectives.dist, name, again))
             resized = {name: _resizing(graph, name) for name in ("allocate", "free")}
             patches.enter_context(mock.patch.multiple(FlatBuffer, **resized))
             with graph:

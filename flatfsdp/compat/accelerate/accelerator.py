@@ -17,8 +17,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,8 @@ from flatfsdp.compat.accelerate.optimizers import hand_over, pairs, require_with
 from flatfsdp.compat.training_loops import (
     on_first_rank,
     plain_optimizer,
+    replaced,
+    require_no_lanes,
     require_place,
     require_possible,
     shard_as_ddp,
@@ -123,12 +125,17 @@ class FlatAccelerator(Accelerator):
             model: the model.
             device_placement: whether to move it to the device; default: Accelerator's.
             evaluation_mode: True: the model is not sharded.
+
+        Raises:
+            ValueError: if it is sharded already, on another device or over other ranks, or has lanes.
         """
         if not evaluation_mode and self._is_to_shard(model):
             self._shard(model)
         if is_unit(model):
             way_out = "shard it with this device=, over all ranks, without tp_group"
             require_place(model, self._engine_device, self.num_processes, "Accelerate", way_out)
+            if not evaluation_mode:
+                require_no_lanes(model, "Accelerate")
             device_placement = False
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
@@ -293,7 +300,7 @@ class FlatAccelerator(Accelerator):
         name = on_first_rank(first, states.begin_save, folder, naming.automatic_checkpoint_naming)
         place, mark = folder / name, states.Mark(name, len(saved), self.num_processes, self.step)
         try:
-            naming_is_off = _replaced(naming, automatic_checkpoint_naming=False)
+            naming_is_off = replaced(naming, automatic_checkpoint_naming=False)
             with raising_on_all(first), self._without_sharded(), naming_is_off:
                 super().save_state(str(place), safe_serialization, **options)
             for number, (model, optimizer) in enumerate(saved):
@@ -379,7 +386,7 @@ class FlatAccelerator(Accelerator):
         ours = [id(optimizer) for _, optimizer in self._saved()]
         models = [model for model in self._models if not is_unit(model)]
         optimizers = [each for each in self._optimizers if id(plain_optimizer(each)) not in ours]
-        return _replaced(self, _models=models, _optimizers=optimizers)
+        return replaced(self, _models=models, _optimizers=optimizers)
 
     def _meet(self, model: Any, doing: str) -> None:
         """Waits until all ranks do this."""
@@ -402,17 +409,6 @@ class FlatAccelerator(Accelerator):
 def _checked(folder: str | os.PathLike[str] | None) -> str | None:
     """A folder for Accelerator's own methods, which is local."""
     return None if folder is None else str(local_path(folder))
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Context in which attributes of `owner` have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        vars(owner).update(before)
 
 
 def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:

@@ -43,6 +43,8 @@ def unsupported(
     for handler in options.get("kwargs_handlers") or ():
         hook = _value(getattr(handler, "comm_hook", "no"))
         yield f"the comm_hook {hook}", hook != "no", "say how gradients travel: Precision(reduce=...)"
+    instead = "Accelerate divides losses, and deals out data, for an average over ranks; see FlatTrainer"
+    yield "shard_options['lanes']", shard_options.get("lanes") is not None, instead
     ours = "Accelerate says which device this rank has and which ranks there are"
     for name in ("device", "mesh", "tp_group"):
         yield f"shard_options[{name!r}]", shard_options.get(name) is not None, ours

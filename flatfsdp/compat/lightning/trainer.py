@@ -22,7 +22,13 @@ from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.checkpoint.saving import write
 from flatfsdp.comm.paths import local_path
-from flatfsdp.compat.training_loops import open_folder, require_current, require_place, shard_as_ddp
+from flatfsdp.compat.training_loops import (
+    open_folder,
+    require_current,
+    require_no_lanes,
+    require_place,
+    shard_as_ddp,
+)
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.api.classes import FlatFSDPModule
 from flatfsdp.engine.api.shard import register_forward_method
@@ -131,7 +137,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
         Raises:
             ValueError: if only a part of it is sharded, or the module is on another device or over other
-                ranks; if checkpoints are to be saved to a URL.
+                ranks; if checkpoints are to be saved to a URL; in `fit`, if it has lanes.
             TypeError: if it cannot be sharded in place.
             NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
@@ -152,6 +158,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         way_out = "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)"
         require_place(module, self.root_device, self.world_size, "Lightning", way_out)
         if trainer.state.fn == "fit":
+            require_no_lanes(module, "Lightning's Trainer")
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 

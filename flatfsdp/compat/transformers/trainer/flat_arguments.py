@@ -176,11 +176,30 @@ def unsupported(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
     yield "use_liger_kernel", is_twice, "FlatArguments(fuse=True) has its own kernels"
     for name, instead in _UNSUPPORTED_IN_REPLAYS.items():
         yield name, flat.replay and getattr(given, name) is not None, instead
+    has_lanes = flat.options.get("lanes") is not None
+    if is_unit(model):
+        has_lanes = model.fsdp_state.policy.lanes is not None
+    for name, is_asked, instead in _unsupported_with_lanes(given):
+        yield f"lanes with {name}", has_lanes and is_asked, instead
     # TRL's trainers read parameters one by one, and read and collect figures in every microbatch.
     is_of_trl = any(base.__module__.partition(".")[0] == "trl" for base in type(given).__mro__)
     for name, instead in _UNSUPPORTED_IN_TRL.items():
         yield name, is_of_trl and getattr(given, name, False), instead
     yield "FlatArguments(replay=True)", is_of_trl and flat.replay, "TRL's metrics would not run in replays"
+    yield "lanes", is_of_trl and has_lanes, "TRL divides losses for an average over ranks; leave lanes out"
+
+
+def _unsupported_with_lanes(given: Any) -> Iterator[tuple[str, object, str]]:
+    """TrainingArguments that make data or losses depend on the number of ranks."""
+    accelerator, strategy = given.accelerator_config, given.train_sampling_strategy
+    instead = "the order of samples would depend on the number of ranks; leave it out"
+    yield f"train_sampling_strategy={strategy!r}", strategy not in ("random", "sequential"), instead
+    yield "accelerator_config.use_seedable_sampler=False", not accelerator.use_seedable_sampler, instead
+    for name in ("split_batches", "dispatch_batches"):
+        yield f"accelerator_config.{name}", getattr(accelerator, name), "each rank takes whole microbatches"
+    is_own = not given.average_tokens_across_devices
+    instead = "losses are divided by the items of all ranks"
+    yield "average_tokens_across_devices=False", is_own, instead
 
 
 _UNSUPPORTED = {

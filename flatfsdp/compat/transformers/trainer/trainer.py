@@ -9,6 +9,7 @@ Differences from `Trainer` under torchrun, which wraps the model in DistributedD
     other models    (references, rewards) are moved to the device, and sharded if requested
     a microbatch    tells the engine its place in the step; it runs as a CUDA graph if requested
     AdamW           is `flatfsdp.optim.AdamW`, one kernel
+    with lanes      data, divisions and dropout depend on a microbatch's number over all ranks (`in_lanes.py`)
     a checkpoint    is written by all ranks: files for `from_pretrained`, and `flatfsdp/` for resuming
 
 Everything else is `Trainer`'s own code.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,16 +27,25 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers.trainer import OPTIMIZER_NAME, PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import flatfsdp.optim
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
-from flatfsdp.compat.training_loops import on_first_rank, plain_optimizer, require_current, require_possible
+from flatfsdp.compat.training_loops import (
+    on_first_rank,
+    plain_optimizer,
+    replaced,
+    require_current,
+    require_possible,
+)
 from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
+from flatfsdp.compat.transformers.trainer.in_lanes import SamplesInLanes, StepInLanes
 from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.replay.eager_or_replayed import replayed
@@ -46,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 STATE = "flatfsdp"
 """Folder in a checkpoint with shards and optimizer, as `flatfsdp.checkpoint` writes them."""
+
+SIZES = "sizes of a step"
+"""What such a folder has beside them of a training with lanes."""
 
 T = TypeVar("T", bound="FlatTrainer")
 
@@ -96,6 +109,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         self._microbatch: Callable[..., Tensor] | None = None
         self._places: Any = None
         self._left = 0
+        self._lane_step: StepInLanes | None = None
         super().__init__(*args, **options)
 
     # ---- what surrounds the model -----------------------------------------------------------------------
@@ -160,27 +174,75 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """
         raise NotImplementedError("FlatTrainer has one model; make a trainer for each trial")
 
+    # ---- data -------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The data loader of `Trainer`; with lanes, this rank's samples come in the order of its lanes.
+
+        Raises:
+            ValueError: with lanes, if samples have no order that is the same on any number of ranks, or lanes
+                cannot have equally many microbatches.
+        """
+        loader: Any = super().get_train_dataloader()
+        if self._lanes is None:
+            return loader
+        batches = getattr(loader, "batch_sampler", None)
+        # With several ranks Accelerate's own is around it.
+        batches = getattr(batches, "batch_sampler", batches)
+        if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "sampler"):
+            raise ValueError(
+                "with lanes a batch is known by its number over all ranks, for which this data set or its "
+                "loader has no order; take a data set with a length, and the loader of FlatTrainer"
+            )
+        grid = self.model.fsdp_state.grid
+        loader.set_sampler(SamplesInLanes(batches, self._lanes, grid, self.args))
+        return loader
+
+    @property
+    def _lanes(self) -> Lanes | None:
+        lanes: Lanes | None = self.model.fsdp_state.policy.lanes if is_unit(self.model) else None
+        return lanes
+
     # ---- microbatches -----------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
         """The microbatches of a step, as `Trainer` collects them; tells the engine their number."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         self._end_step()
-        self._places, self._left = microbatches(self.model, range(len(samples))), len(samples)
+        numbers: Sequence[int] = range(len(samples))
+        if self._lanes is not None:
+            grid = self.model.fsdp_state.grid
+            self._lane_step = StepInLanes(self._lanes, grid, len(samples), self.args.device)
+            numbers = self._lane_step.numbers
+        self._places, self._left = microbatches(self.model, numbers), len(samples)
         return samples, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs forward and backward of a microbatch; returns its loss, detached."""
-        if self._places is not None:
-            next(self._places)
+        """Runs forward and backward of a microbatch; returns its loss, detached.
+
+        With lanes, the last microbatch returns the loss of the step over all ranks, and others return 0.
+        """
+        number = 0 if self._places is None else next(self._places)
+        step = self._lane_step
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
         if self._flat.replay:
             # Before what is recorded; tokenizers return a mapping that `replayed` cannot inspect.
             inputs = dict(self._prepare_inputs(inputs))
         assert self._microbatch is not None
-        loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        # Random numbers outside of microbatches stay the same on all ranks.
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=step is not None):
+            if step is not None:
+                # Dropout depends on the number of the microbatch, not on the rank that runs it.
+                torch.manual_seed(self.args.seed * 1_000_003 + self.state.global_step * step.total + number)
+                # By which `Trainer` divides losses that are not divided by a number of items.
+                self.current_gradient_accumulation_steps = step.total
+            loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._left -= 1
+        if step is not None:
+            step.note(number, loss)
+            loss = torch.zeros_like(loss) if self._left else step.loss(self.accelerator)
         if not self._left:
             self._end_step()
         return loss
@@ -194,19 +256,22 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             _accumulated: number of microbatches, by which `Trainer` divides; another number needs another
                 recording.
         """
-        if not self._flat.replay:
-            return super().training_step(self.model, inputs, num_items_in_batch)
-        # `Trainer` would prepare them a second time.
-        vars(self)["_prepare_inputs"] = lambda prepared: prepared
-        try:
-            return super().training_step(self.model, inputs, num_items_in_batch)
-        finally:
-            del vars(self)["_prepare_inputs"]
+        # `Trainer` multiplies by the number of ranks what is then averaged over them; lanes are added.
+        averages = self.args.average_tokens_across_devices and self._lane_step is None
+        with replaced(self.args, average_tokens_across_devices=averages):
+            if not self._flat.replay:
+                return super().training_step(self.model, inputs, num_items_in_batch)
+            # `Trainer` would prepare them a second time.
+            vars(self)["_prepare_inputs"] = lambda prepared: prepared
+            try:
+                return super().training_step(self.model, inputs, num_items_in_batch)
+            finally:
+                del vars(self)["_prepare_inputs"]
 
     def _end_step(self) -> None:
         if self._places is not None:
             self._places.close()
-            self._places = None
+            self._places = self._lane_step = None
 
     def compute_loss_context_manager(self) -> Any:
         """The contexts of `Trainer`, in training and evaluation, with FP8 autocast inside."""
@@ -277,7 +342,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE
-        checkpoint.save(folder, self.model, plain_optimizer(self.optimizer), overwrite=True)
+        extra = {} if self._lanes is None else {SIZES: self._step_sizes}
+        checkpoint.save(folder, self.model, plain_optimizer(self.optimizer), extra=extra, overwrite=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -305,11 +371,22 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not _goes_on(checkpoint_folder):
             return
-        checkpoint.load(Path(checkpoint_folder) / STATE, self.model, plain_optimizer(self.optimizer))
+        extra = checkpoint.load(Path(checkpoint_folder) / STATE, self.model, plain_optimizer(self.optimizer))
+        if self._lanes is not None and extra.get(SIZES, self._step_sizes) != self._step_sizes:
+            raise ValueError(
+                f"{checkpoint_folder} is of a training with {extra[SIZES]}, and this one has "
+                f"{self._step_sizes}: choose gradient_accumulation_steps such that ranks times its value stay"
+            )
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
         # Trainer's own finds no optimizer of its own in the folder; one in between may have saved more.
         super()._load_optimizer_and_scheduler(checkpoint_folder)
+
+    @property
+    def _step_sizes(self) -> str:
+        """What a step consists of, on all ranks together."""
+        total = self.args.gradient_accumulation_steps * self.model.fsdp_state.grid.num_ranks
+        return f"{total} microbatches of {self.args.train_batch_size} a step"
 
     def _load_best_model(self) -> None:
         folder = self.state.best_model_checkpoint

@@ -1,0 +1,181 @@
+"""`FlatTrainer` with lanes: a training has the same bits on any number of ranks, also one that changes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
+
+from flatfsdp import shard
+from flatfsdp.compat.transformers import policy_of
+from tests.ecosystem.test_trainer import Text, arguments, flat_arguments, flat_trainer
+from tests.support.assertions import assert_raises
+from tests.support.ecosystem.families import FAMILIES, needs_transformers
+from tests.support.ecosystem.launched import launched
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tape import taped
+
+pytestmark = [
+    needs_transformers,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate"),
+]
+
+TOTAL = 8
+"""Microbatches of a step, of one sample each: 20 samples are steps of 8, 8 and 4, and two epochs 6 steps."""
+
+Result = tuple[list[float], dict[str, Tensor]]
+
+
+def lane_arguments(folder: Path, world_size: int, **options: Any) -> Any:
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": TOTAL // world_size}
+    return arguments(folder, **{**sizes, "max_grad_norm": 0.0, **options})
+
+
+def losses(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def trained(
+    rank: int, world_size: int, folder: Path, lanes: int, family: str, options: dict[str, Any]
+) -> Result:
+    """Losses of each step, and whole weights after the last one.
+
+    Args:
+        options: `TrainingArguments`; besides, "dropout" is the model's, "until" a step to stop at, "resumes"
+            whether to go on from a checkpoint, and "times" how often to train.
+    """
+    import transformers
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == until
+
+    options = dict(options)
+    of_model = {"attention_dropout": options.pop("dropout")} if "dropout" in options else {}
+    resumes, until, times = (options.pop(name, None) for name in ("resumes", "until", "times"))
+    with launched(rank, world_size):
+        trainer = flat_trainer(
+            FAMILIES[family].build(**of_model),
+            lane_arguments(folder, world_size, **options),
+            flat=flat_arguments(lanes=lanes),
+            callbacks=[Stop()],
+        )
+        for _ in range(times or 1):
+            trainer.train(resume_from_checkpoint=resumes)
+        return losses(trainer), trainer.model.state_dict()
+
+
+def of_plain_trainer(rank: int, world_size: int, folder: Path) -> Result:
+    import transformers
+
+    with launched(rank, world_size):
+        args = lane_arguments(folder, world_size, optim="sgd", gradient_accumulation_steps=4)
+        trainer = transformers.Trainer(FAMILIES["Llama"].build(), args, train_dataset=Text())
+        trainer.train()
+        return losses(trainer), trainer.model.state_dict()
+
+
+def assert_same(found: list[Result], expected: Result) -> None:
+    for figures, weights in found:
+        assert figures == expected[0]
+        assert [name for name, value in weights.items() if not torch.equal(value, expected[1][name])] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Llama", {"dropout": 0.1, "times": 2}),
+        ("GPT-2", {"label_smoothing_factor": 0.1}),
+        ("Llama", {"train_sampling_strategy": "sequential", "gradient_checkpointing": True}),
+    ],
+    ids=["dropout, twice", "label smoothing", "in order"],
+)
+def test_any_number_of_ranks_has_the_same_bits(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    expected, _ = run_ranks(2, trained, tmp_path, 4, family, options)
+    assert len(expected[0]) == 6
+    for world_size in (1, 4):
+        assert_same(run_ranks(world_size, trained, tmp_path, 4, family, options), expected)
+
+
+def test_with_one_microbatch_a_lane_they_are_those_of_plain_trainer(tmp_path: Path) -> None:
+    expected = run_ranks(1, of_plain_trainer, tmp_path)[0]
+    for world_size in (1, 2, 4):
+        options = {"optim": "sgd", "gradient_accumulation_steps": 4 // world_size}
+        found = run_ranks(world_size, trained, tmp_path, 4, "Llama", options)
+        for figures, weights in found:
+            assert figures == pytest.approx(expected[0])
+            assert all(torch.equal(value, expected[1][name]) for name, value in weights.items())
+
+
+def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}
+    expected = run_ranks(4, trained, tmp_path / "whole", 4, "Llama", saving)[0]
+    parts = tmp_path / "parts"
+    # Two epochs of three steps: stops in the first, and in the second.
+    run_ranks(2, trained, parts, 4, "Llama", {**saving, "until": 2})
+    run_ranks(4, trained, parts, 4, "Llama", {**saving, "until": 4, "resumes": True})
+    assert_same(run_ranks(1, trained, parts, 4, "Llama", {**saving, "resumes": True}), expected)
+
+
+@on_ranks(4)
+def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size), taped():
+        found = []
+        for replay in (False, True):
+            trainer = flat_trainer(
+                FAMILIES["Llama"].build(),
+                lane_arguments(tmp_path, world_size, num_train_epochs=4),
+                flat=flat_arguments(lanes=4, fuse=True, replay=replay),
+            )
+            trainer.train()
+            found.append((losses(trainer), trainer.model.state_dict()))
+        assert_same(found[1:], found[0])
+        assert trainer._microbatch.replays >= 6
+
+
+@on_ranks(2)
+def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, tmp_path: Path) -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(Text())
+
+    refused = [
+        ({"average_tokens_across_devices": False}, "divided by the items of all ranks"),
+        ({"train_sampling_strategy": "group_by_length"}, "order of samples would depend"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "order of samples would depend"),
+        ({"accelerator_config": {"split_batches": True}}, "lanes with accelerator_config.split_batches"),
+    ]
+    with launched(rank, world_size):
+        for options, words in refused:
+            args = lane_arguments(tmp_path, world_size, **options)
+            for model, flat in ((FAMILIES["Llama"].build(), flat_arguments(lanes=4)), (sharded(), None)):
+                with pytest.raises(ValueError, match=words):
+                    flat_trainer(model, args, flat=flat)
+        flat = flat_arguments(lanes=4)
+        args = lane_arguments(tmp_path, world_size, gradient_accumulation_steps=3, save_strategy="steps")
+        trainer = flat_trainer(FAMILIES["Llama"].build(), args, flat=flat)
+        words = "gradient_accumulation_steps=3 on 2 ranks are 6 microbatches a step over 4 lanes"
+        assert_raises(ValueError, words, trainer.train)
+        args.gradient_accumulation_steps = 4
+        trainer.train_dataset = Subset(Text(), range(18))
+        assert_raises(ValueError, "2 are left, .* dataloader_drop_last=True leaves them out", trainer.train)
+        args.dataloader_drop_last = True
+        trainer.train()
+        assert trainer.state.global_step == 4
+        trainer.train_dataset = Endless()
+        args.max_steps = 1
+        assert_raises(ValueError, "a data set with a length", trainer.train)
+        trainer.train_dataset = Text()
+        args.gradient_accumulation_steps = 2
+        words = "8 microbatches of 1 a step, and this one has 4 microbatches of 1"
+        assert_raises(ValueError, words, trainer.train, resume_from_checkpoint=True)
+
+
+def sharded() -> Any:
+    model = FAMILIES["Llama"].build()
+    return shard(model, policy_of(model), lanes=4)
