@@ -70,7 +70,7 @@ class Run(NamedTuple):
     flag: bool
 
     @property
-    def group(self) -> tuple[Any, ...]:
+    def group(self) -> tuple[Model, PrecisionName, int, int]:
         """What runs that are compared have in common."""
         return self[:4]
 
@@ -133,21 +133,21 @@ def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dic
             name = f"{model.value}, {precision.value}, {in_words(lanes, block)}"
             task = bar.add_task(name, total=len(alike) * settings.steps)
             spreads = [run.spread() for run in alike]
-            found = verify_world(
-                job, Lanes(lanes, block), spreads, rank, on_step=lambda *_, task=task: bar.advance(task)
-            )
-            comparisons = [None, *found]
-            for run, comparison in zip(alike, comparisons, strict=True):
-                differences = {} if comparison is None else comparison.differences
-                summary = comparisons[1].off if comparison is None else comparison.on
-                rows.append(
-                    {
-                        **run._asdict(),
-                        "differences": [place for places in differences.values() for place in places],
-                        "final_loss_hex": summary.final_loss_hex,
-                        "grad_norm_hex": summary.grad_norms[-1].hex(),
-                    }
+            found = list(
+                verify_world(
+                    job, Lanes(lanes, block), spreads, rank, on_step=lambda *_, task=task: bar.advance(task)
                 )
+            )
+            of_first = [(found[0].off, {})]
+            for run, (summary, differences) in zip(
+                alike, of_first + [(each.on, each.differences) for each in found], strict=True
+            ):
+                places = [place for of_kind in differences.values() for place in of_kind]
+                hexes = {
+                    "final_loss_hex": summary.final_loss_hex,
+                    "grad_norm_hex": summary.grad_norms[-1].hex(),
+                }
+                rows.append({**run._asdict(), "differences": places, **hexes})
             free_memory(rank.device)
     return rows
 
