@@ -77,7 +77,7 @@ class Run(NamedTuple):
     @property
     def pairs(self) -> set[Any]:
         """Pairs of values of different kinds that occur in it."""
-        values = self.model, self.precision, (self.lanes, self.ranks), self.sharded, self.flag
+        values = self.model, self.precision, self.lanes, (self.lanes, self.ranks), self.sharded, self.flag
         return set(combinations(enumerate(values), 2))
 
     def spread(self) -> Spread:
@@ -92,10 +92,10 @@ class Run(NamedTuple):
 
 
 def possible(models: tuple[Model, ...], precisions: tuple[PrecisionName, ...]) -> Iterator[Run]:
-    """Yields all runs that there could be."""
+    """Yields all runs on several ranks that there could be."""
     for model, precision, lanes, sharded, flag in product(models, precisions, RANKS, Sharded, (True, False)):
         is_hybrid = sharded is Sharded.hybrid
-        for ranks in (4,) if is_hybrid else RANKS[lanes]:
+        for ranks in (4,) if is_hybrid else RANKS[lanes][1:]:
             yield Run(model, precision, lanes, 2 if is_hybrid else 1, ranks, sharded, flag)
 
 
@@ -109,13 +109,8 @@ def covering(models: tuple[Model, ...], precisions: tuple[PrecisionName, ...]) -
         best = max(candidates, key=lambda run: len(run.pairs & missing))
         chosen.append(best)
         missing -= best.pairs
-    groups = {run.group for run in chosen}
-    firsts = {Run(*group, 1, Sharded.zero3, True) for group in groups}
-    # In a group of its own a run on one rank would be compared with nothing.
-    lonely = {group for group in groups if not {run for run in chosen if run.group == group} - firsts}
-    others = {Run(*group, RANKS[group[2]][-1], Sharded.zero2, False) for group in lonely}
-    every = {*chosen, *firsts, *others}
-    return sorted(every, key=lambda run: (*run.group, run.ranks, run not in firsts))
+    firsts = {Run(*run.group, 1, Sharded.zero3, True) for run in chosen}
+    return sorted(firsts.union(chosen), key=lambda run: (*run.group, run.ranks))
 
 
 def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dict[str, Any]]:
@@ -138,11 +133,10 @@ def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dic
                     job, Lanes(lanes, block), spreads, rank, on_step=lambda *_, task=task: bar.advance(task)
                 )
             )
-            of_first = [(found[0].off, {})]
-            for run, (summary, differences) in zip(
-                alike, of_first + [(each.on, each.differences) for each in found], strict=True
-            ):
-                places = [place for of_kind in differences.values() for place in of_kind]
+            summaries = [found[0].off, *(each.on for each in found)]
+            differences = [{}, *(each.differences for each in found)]
+            for run, summary, of_run in zip(alike, summaries, differences, strict=True):
+                places = [place for of_kind in of_run.values() for place in of_kind]
                 hexes = {
                     "final_loss_hex": summary.final_loss_hex,
                     "grad_norm_hex": summary.grad_norms[-1].hex(),
