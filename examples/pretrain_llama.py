@@ -3,9 +3,10 @@
     python examples/pretrain_llama.py --help
 
 The text is bytes, one per token.  A killed run continues from its last checkpoint when the same command
-starts it again, with bit-equal losses; on GPUs with --deterministic.  SIGTERM, which cluster schedulers send
-before they take machines away, makes it save and end, unless --save-every is 0: allow it the time of a step
-and a save (torchrun waits for 30 s).
+starts it again, with bit-equal losses; on GPUs with --deterministic.  With --lanes it may be started again on
+another number of data-parallel ranks.  SIGTERM, which cluster schedulers send before they take machines away,
+makes it save and end, unless --save-every is 0: allow it the time of a step and a save (torchrun waits for
+30 s).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import param_groups
 from flatfsdp.checkpoint import CheckpointManager
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
@@ -130,15 +132,31 @@ def peak_gib(device: torch.device) -> float:
 
 
 def told_to_all(
-    losses: list[Tensor], is_asked: bool, model: LlamaPipeline, device: torch.device
+    losses: list[Tensor],
+    places: list[int],
+    total: int,
+    is_asked: bool,
+    model: LlamaPipeline,
+    device: torch.device,
 ) -> tuple[float, bool]:
-    """The loss, averaged over microbatches and data-parallel ranks, and whether any rank was asked to end."""
-    sums = torch.tensor([0.0, is_asked], device=device)
+    """The loss, averaged over the microbatches of all ranks, and whether any rank was asked to end.
+
+    Args:
+        losses: of this rank's microbatches.
+        places: their numbers among those of all ranks.
+        total: number of microbatches of all ranks.
+        is_asked: whether this rank was asked to end.
+        model: model of the losses.
+        device: device to communicate on.
+    """
+    told = torch.zeros(total + 1, device=device)
     if model.has_last and model.mesh.tp_rank == 0:
-        sums[0] += torch.stack(losses).mean() / model.mesh.dp_size
-    dist.all_reduce(sums)
-    loss, asked = sums.tolist()
-    return loss, asked > 0
+        told[places] = torch.stack(losses)
+    told[-1] = is_asked
+    dist.all_reduce(told)
+    # Others add zeros, and here the order is that of the microbatches: the same bits on any number of ranks.
+    *each, asked = told.tolist()
+    return sum(each) / total, asked > 0
 
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
@@ -151,7 +169,17 @@ def main(
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch: command_options.ReplicaBatch = 2,
-    microbatches: command_options.Microbatches = 4,
+    microbatches: Annotated[
+        int,
+        typer.Option(min=1, help="Microbatches in a step of a replica; with --lanes, of all ranks together."),
+    ] = 4,
+    lanes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Any number of data-parallel ranks that divides it has the same bits."),
+    ] = None,
+    lane_block: Annotated[
+        int, typer.Option(min=1, help="Lanes added inside a replica first; a multiple of its ranks.")
+    ] = 1,
     tp: command_options.TP = 1,
     sequence_parallel: command_options.SequenceParallel = False,
     tp_overlap: Annotated[bool, typer.Option(help="What they send overlaps with its product.")] = False,
@@ -199,6 +227,8 @@ def main(
     [green]torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1b --seq 4096 --tp 2
     --sequence-parallel --pp 2 --microbatches 16 --precision fp8-delayed --fp8-weights --trace[/green]
     """
+    if lanes is None and lane_block > 1:
+        raise typer.BadParameter("--lane-block says in which order --lanes are added; pass both, or neither")
     sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
@@ -218,6 +248,7 @@ def main(
         recipe=precision.recipe,
         seed=seed,
         replay=replay,
+        lanes=None if lanes is None else Lanes(lanes, lane_block),
         reshard_after_forward=zero == 3,
         optimize_backward_concat=optimize_backward_concat,
     )
@@ -231,11 +262,14 @@ def main(
         pp_group=mesh.pp_group,
         nonfinite=nonfinite,
     )
+    # With lanes the microbatches of all ranks are numbered as if they were one rank's.
+    data_rank, total = (mesh.dp_rank, mesh.dp_size * microbatches) if lanes is None else (0, microbatches)
     settings = {
         "model": asdict(sizes),
         "seed": seed,
         "data": hashlib.sha256(text.bytes_n.numpy()).hexdigest()[:16],
-        "data-parallel ranks": mesh.dp_size,
+        "data-parallel ranks": mesh.dp_size if lanes is None else "any",
+        "lanes": lanes,
         "microbatches": microbatches,
         "batch": batch,
         "steps": steps,
@@ -248,8 +282,8 @@ def main(
 
     def train(step: int) -> tuple[float, bool]:
         batches = [
-            tuple(part.to(device) for part in text.sample(step, microbatch, mesh.dp_rank))
-            for microbatch in range(microbatches)
+            tuple(part.to(device) for part in text.sample(step, microbatch, data_rank))
+            for microbatch in model.own_microbatches
         ]
         taken = step - skipped - int(optimizer.skipped_steps)
         for group in optimizer.param_groups:
@@ -257,7 +291,8 @@ def main(
         losses = model.forward_backward(batches)
         optimizer.step()
         optimizer.zero_grad()
-        return told_to_all(losses, termination.is_asked, model, device)
+        places = [data_rank * microbatches + number for number in model.own_microbatches]
+        return told_to_all(losses, places, total, termination.is_asked, model, device)
 
     def traced(step: int) -> tuple[float, bool]:
         """Runs a step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
@@ -282,7 +317,7 @@ def main(
     termination = Termination()
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     resumed = checkpoints.resume(
-        model.stages, optimizer, accept=("dtype", "surplus") if accept_changes else ()
+        model.stages, optimizer, accept=("dtype", "surplus", "lanes") if accept_changes else ()
     )
     first, skipped, is_asked_to_end = 0, 0, False
     if resumed is not None:
@@ -294,7 +329,7 @@ def main(
             group["weight_decay"] = decay
     report = Report(as_json, first, steps)
     report.title(f"{mesh}, {device.type}, {data or 'the Python standard library'}", mesh.table())
-    tokens = mesh.dp_size * microbatches * batch * sizes.seq
+    tokens = total * batch * sizes.seq
     with report.bar:
         for step in range(first, steps):
             start = time.perf_counter()

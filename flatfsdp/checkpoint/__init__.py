@@ -2,7 +2,7 @@
 
 full        one ordinary dict with whole tensors; any world size, any engine can read it
 sharded     for torch.distributed.checkpoint: every rank writes its part; any world size can read it
-local       this rank's flat shards as they are, for the same world size, or for `consolidate` offline
+local       this rank's flat shards as they are, for the same world size and lanes, or for `consolidate`
 
 Only local checkpoints show tensor parallelism: in the others parts are joined, or written at their places in
 the whole tensor.  A sharded checkpoint has all stages of a pipeline.  FP8 scales are those of the first

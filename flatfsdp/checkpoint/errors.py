@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded, for a reason that is not the caller's."""
+    """A checkpoint could not be saved or loaded: storage fails, or it belongs to a run with other lanes."""
 
 
 class DamagedCheckpoint(CheckpointError):  # noqa: N818 - says what it is

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from flatfsdp.checkpoint.errors import CheckpointError
 from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.opening import OpenCheckpoint
 from flatfsdp.checkpoint.stages import of_each_stage
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import Model, keys_of_slots, named_groups, stages_of
 from flatfsdp.flat.sites import prefixed_modules
 
-Accepted = Literal["dtype", "surplus", "optimizer"]
+Accepted = Literal["dtype", "surplus", "optimizer", "lanes"]
 """Differences that `load` may accept: "dtype" converts values of another dtype; "surplus" leaves out entries
-that the model has no place for; "optimizer" takes the state of an optimizer of another class."""
+that the model has no place for; "optimizer" takes the state of an optimizer of another class; "lanes" goes on
+with other lanes, and so with other bits."""
 
 _SHOWN = 3
 """Largest number of names in one message."""
@@ -116,6 +119,23 @@ def check_model_fits(opened: OpenCheckpoint, model: Model, accept: Collection[st
     if "surplus" not in accept:
         problems["only in the checkpoint; accept=('surplus',) leaves them out"] = surplus
     require_no_problems("the checkpoint is not of this model", problems)
+
+
+def check_lanes_fit(saved: Mapping[str, int], own: Lanes | None, accept: Collection[str]) -> None:
+    """Compares the lanes of a checkpoint, which are empty if it has none, with those of the model.
+
+    A model without lanes does not promise the bits of a run that was never interrupted, and a checkpoint
+    without lanes has none of them to keep.
+
+    Raises:
+        CheckpointError: if both have lanes, and these differ, unless that is accepted.
+    """
+    if saved and own is not None and "lanes" not in accept and Lanes(**saved) != own:
+        raise CheckpointError(
+            f"the checkpoint has {Lanes(**saved)}, and the model {own}: its gradients would be added in "
+            "another order than before; build it with the lanes of the checkpoint, or begin new bits with "
+            "accept=('lanes',)"
+        )
 
 
 def _entries(model: Model) -> dict[str, Entry]:

@@ -4,7 +4,7 @@ In:   a folder that `save`, or plain torch.distributed.checkpoint, has written.
 Out:  the model's shards, filled in place; the optimizer's state.
 
     open       `.metadata`, manifest and extra: one rank reads, all decode                 opening.py
-    fit        names, shapes, dtypes                                                       fit.py
+    fit        names, shapes, dtypes, lanes                                                fit.py
     verify     digests of data files, in other threads, while ...                          opening.py
     read       ... all but the model's own tensors are read, to tensors of their own
     change     optimizer, model and extra state, once all ranks know that all files are whole
@@ -30,7 +30,7 @@ from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.optimizer_state import SlotState, loadable_state, trained_masters
 from flatfsdp.checkpoint.reader import Reader, place_for
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
-from flatfsdp.checkpoint.stages import begin, check_names, raising_on_all, world_of
+from flatfsdp.checkpoint.stages import begin, check_names, lanes_of, raising_on_all, world_of
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import Model, named_groups, stages_of
@@ -56,7 +56,8 @@ def load(
         ema: an average of the weights of `model`, to be filled with the saved one.
         accept: differences to accept.  "dtype": convert values to the model's dtypes.  "surplus": leave out
             entries that no stage of the model has.  "optimizer": take the state of another class of
-            optimizer.
+            optimizer.  "lanes": go on with other lanes, and so with other bits than if the run had never
+            been interrupted.
         verify: compare the contents of all files with their digests; without it, only their presence and
             lengths.  A checkpoint of plain torch.distributed.checkpoint has no digests.
 
@@ -68,7 +69,7 @@ def load(
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if a file is missing or damaged, or the save did not end.
         CheckpointError: if something cannot be read, or reading it could run code; if a rank does not see the
-            folder.
+            folder; if model and checkpoint have different lanes.
         ValueError: if the path is a URL, or ranks pass different ones; if model, optimizer or parameter
             groups are not those that were saved; for unknown values in `accept`; if two stages have
             parameters of the same name.
@@ -98,7 +99,11 @@ def load_opened(
     names = check_names(model, Action.LOAD)
     fit.check_model_fits(opened, model, accept)
     extra_state.check_fits(opened, model, accept)
-    target: dict[str, Any] = {extra_state.SECTION: extra_state.places(opened)}
+    own_lanes = lanes_of(model)
+    target: dict[str, Any] = {
+        extra_state.SECTION: extra_state.places(opened),
+        "lanes": {name: place_for(about) for (name,), about in opened.entries("lanes").items()},
+    }
     kept: _Kept | None = None
     shards: list[Tensor] = []
     if optimizer is not None:
@@ -119,6 +124,7 @@ def load_opened(
             raise
         verdict()
     with raising_on_all(model):
+        fit.check_lanes_fit(target["lanes"], own_lanes, accept)
         extra_states = extra_state.unpacked(model, target[extra_state.SECTION])
     if optimizer is not None and kept is not None:
         _fill_optimizer(kept, model, optimizer, accept)

@@ -28,7 +28,7 @@ def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-    """Loads a result of `local_state_dict` from the same rank of as many ranks.
+    """Loads a result of `local_state_dict` from the same rank of as many ranks, with the same lanes.
 
     Raises:
         RuntimeError: for missing or unexpected keys (if `strict`), or another length; nothing is changed.
@@ -37,7 +37,7 @@ def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], stric
     own = {key: value for key, value in local_state_dict(model).items() if key not in absent}
     problems = [
         f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, {tuple(own[key].shape)} "
-        "here; shards fit only as many ranks as wrote them, so consolidate them for others"
+        "here; shards fit only as many ranks as wrote them, with equal lanes, so consolidate them for others"
         for key in own
         if key in state_dict and state_dict[key].shape != own[key].shape
     ]

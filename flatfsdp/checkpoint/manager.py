@@ -171,7 +171,7 @@ class CheckpointManager:
 
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.
-            CheckpointError: if the folder or the newest checkpoint cannot be read.
+            CheckpointError: if the folder or the newest checkpoint cannot be read, or it has other lanes.
             ValueError: if ranks have different folders; if model, optimizer or parameter groups do not fit,
                 see `checkpoint.load`.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason, r
 from flatfsdp.checkpoint.extra_state import modules as extra_state
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
-from flatfsdp.checkpoint.stages import begin, check_names, of_each_stage, raising_on_all, world_of
+from flatfsdp.checkpoint.stages import begin, check_names, lanes_of, of_each_stage, raising_on_all, world_of
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.paths import path_of_all_ranks
@@ -96,8 +97,8 @@ def sharded_training_state(
 
     Returns:
         {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict` with the parameter groups
-        of all stages, "ema" if there is an average, and "modules" if this rank saves extra state of some
-        modules, as tensors and JSON}.
+        of all stages, "ema" if there is an average, "modules" if this rank saves extra state of some modules,
+        as tensors and JSON, and "lanes" if the model has lanes}.
 
     Arguments and errors are those of `save`.
     """
@@ -109,6 +110,8 @@ def sharded_training_state(
             "trained ones: save it outside, or the model alone inside"
         )
     state: dict[str, Any] = {"model": sharded_state_dict(model)}
+    if (lanes := lanes_of(model)) is not None:
+        state["lanes"] = asdict(lanes)
     if extra_states := extra_state.packed_states(model):
         state[extra_state.SECTION] = extra_states
     if ema is not None:

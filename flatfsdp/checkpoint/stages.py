@@ -17,6 +17,7 @@ import torch
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.storage.master import require_same_ranks
@@ -50,6 +51,21 @@ def of_each_stage(value: Any, model: Model) -> list[Any]:
     world, device = world_of(model)
     everyones = all_gather_object([value] if is_first else [], world, device)
     return [each for of_rank in everyones for each in of_rank]
+
+
+def lanes_of(model: Model) -> Lanes | None:
+    """The lanes that the model was built with.  Collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, if stages have different lanes.
+    """
+    first, *others = of_each_stage(named_groups(model)[0][1].unit.policy.lanes, model)
+    for other in others:
+        if other != first:
+            raise ValueError(
+                f"stages have different lanes, {first} and {other}; pass the same to all of them"
+            )
+    return first
 
 
 def check_names(model: Model, action: Action) -> set[str]:

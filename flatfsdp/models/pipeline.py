@@ -18,6 +18,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import by_class
 from flatfsdp.engine.replay.eager_or_replayed import replayed
@@ -76,7 +78,8 @@ class LlamaPipeline:
         config: sizes of the model.
         mesh: the ranks and their dimensions.
         schedule: "gpipe", "1f1b", or "interleaved", which has several stages on each rank.
-        microbatches: number of microbatches in one step.
+        microbatches: number of microbatches in one step of each data-parallel rank; with lanes, of all these
+            ranks together.
         batch: sequences in one microbatch of one data-parallel rank, all of `config.seq` tokens.
         device: device of the model; default: the CPU.
         stages_per_rank: number of stages on each rank with the interleaved schedule.
@@ -88,19 +91,24 @@ class LlamaPipeline:
         cache_fp8_weights: cast FP8 weights once a step, and keep them.
         seed: seed of the initial values.
         replay: run microbatches as CUDA graphs (`flatfsdp.replayed`); for one pipeline rank.
+        lanes: option of `flatfsdp.shard`, with which any number of data-parallel ranks has the same bits; for
+            one pipeline rank and one tensor-parallel rank.
         fsdp_options: further options of `flatfsdp.shard`.
 
     Attributes:
         stages: stages of this rank, in the order of the model.
         numbers: their numbers among all stages.
         has_first, has_last: whether this rank has the first, or the last, stage of the model.
+        own_microbatches: numbers of the microbatches of a step that this rank runs, in its order; with lanes,
+            among those of all ranks.
 
     Raises:
+        NotImplementedError: for lanes with pipeline or tensor-parallel ranks.
         ValueError: if the schedule is unknown or does not suit the number of microbatches; if `replay` is
             combined with a schedule or cached FP8 weights; if the number of microbatches or `batch` is not
-            positive; if there are fewer layers than stages; if the sequence does not divide evenly over the
-            tensor-parallel ranks; if the recipe does not suit the tokens of a microbatch, or FP8 weights; if
-            `Llama` refuses the sizes.
+            positive; if lanes do not suit that number or the ranks; if there are fewer layers than stages; if
+            the sequence does not divide evenly over the tensor-parallel ranks; if the recipe does not suit
+            the tokens of a microbatch, or FP8 weights; if `Llama` refuses the sizes.
         RuntimeError: on all ranks of `mesh`, before anything is built, if they were given different models or
             steps. `device` and `fsdp_options` may differ between stages.
     """
@@ -123,6 +131,7 @@ class LlamaPipeline:
         cache_fp8_weights: bool = False,
         seed: int = 0,
         replay: bool = False,
+        lanes: int | Lanes | None = None,
         **fsdp_options: Any,
     ) -> None:
         precision = Precision() if precision is None else precision
@@ -141,14 +150,19 @@ class LlamaPipeline:
             )
         if replay:
             _check_replay(mesh, cache_fp8_weights)
+        lanes = Lanes.of(lanes)
+        if lanes is None:
+            self.own_microbatches = list(range(microbatches))
+        else:
+            self.own_microbatches = _microbatches_of_lanes(lanes, mesh, microbatches)
         self.config = config
         self.mesh = mesh
-        self.microbatches = microbatches
+        self._divisor = microbatches
         self.batch = batch
         self._cache_fp8_weights = cache_fp8_weights
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
         numbers = self.numbers = range(mesh.pp_rank, len(layers), mesh.pp_size)
-        fsdp_options |= {"device": device, "precision": precision}
+        fsdp_options |= {"device": device, "precision": precision, "lanes": lanes}
         self.stages: list[Any] = []
         for number in numbers:
             part = Llama(
@@ -215,13 +229,13 @@ class LlamaPipeline:
         Gradients are divided by the number of microbatches, and reduced in the last backward of each stage.
 
         Args:
-            batches: tokens and targets, int64 [batch, seq] each, of this data-parallel rank.
+            batches: tokens and targets, int64 [batch, seq] each, of `own_microbatches`.
 
         Returns:
             The loss of each microbatch, FP32, 0-dim, on ranks with the last stage; an empty list elsewhere.
 
         Raises:
-            ValueError: if the number of batches is not `microbatches`, or one has another shape.
+            ValueError: if there is not one batch for each of `own_microbatches`, or one has another shape.
         """
         self._check(batches)
         losses: list[Tensor] = []
@@ -237,7 +251,7 @@ class LlamaPipeline:
         (model,) = self.stages
         is_first = model.fsdp_state.shared.microbatch.is_first if self._cache_fp8_weights else None
         loss: Tensor = model(tokens_bs, targets_bs, is_first)
-        (loss / self.microbatches).backward()
+        (loss / self._divisor).backward()
         return loss.detach()
 
     @torch.no_grad()
@@ -257,10 +271,9 @@ class LlamaPipeline:
 
     def _check(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Checks the batches before any rank sends anything."""
-        if len(batches) != self.microbatches:
-            raise ValueError(
-                f"there are {len(batches)} batches, and {self.microbatches} microbatches; pass one for each"
-            )
+        count = len(self.own_microbatches)
+        if len(batches) != count:
+            raise ValueError(f"there are {len(batches)} batches, and {count} microbatches; pass one for each")
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
             if tensor.shape != shape:
@@ -329,3 +342,20 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
         raise ValueError(
             "replay and cache_fp8_weights exclude each other; store weights by Precision(fp8_weights=...)"
         )
+
+
+def _microbatches_of_lanes(lanes: Lanes, mesh: ParallelMesh, total: int) -> list[int]:
+    """Numbers of the microbatches that this rank runs in a step of `total`.
+
+    Raises:
+        NotImplementedError: if there are pipeline or tensor-parallel ranks.
+        ValueError: if the lanes do not suit the data-parallel ranks, or the number of microbatches.
+    """
+    if mesh.pp_size > 1:
+        raise NotImplementedError(
+            f"lanes with {mesh.pp_size} pipeline ranks, whose schedule does not say where a lane ends: leave "
+            "one out"
+        )
+    grid = Grid.of(mesh.dp, mesh.tp_group)
+    lanes.require_fit(grid)
+    return lanes.microbatches(grid, total)

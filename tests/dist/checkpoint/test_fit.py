@@ -106,6 +106,6 @@ def test_only_what_can_differ_can_be_accepted(tmp_path: Path) -> None:
     model, _ = build([4, 5])
     for accept, found in ((["shape"], "shape"), ("dtype", "dtype")):
         with pytest.raises(
-            ValueError, match=rf"collection of 'dtype', 'surplus', 'optimizer'; it has '{found}'"
+            ValueError, match=rf"collection of 'dtype', 'surplus', 'optimizer', 'lanes'; it has '{found}'"
         ):
             checkpoint.load(tmp_path, model, accept=accept)  # type: ignore[arg-type]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.timeline import load_spans, overlap_of
 from tests.support.programs import TORCHRUN, Program, run_program
@@ -113,6 +117,56 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
     for before, after in zip(ended[2:], resumed, strict=False):
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
     assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
+
+
+LANES = (
+    *("--lanes", "4", "--microbatches", "8", "--batch", "1", "--steps", "6", "--save-every", "3"),
+    # So large that no gradient is scaled: the norm is not yet added in the order of lanes.
+    *("--warmup", "2", "--lr", "1e-2", "--clip", "1e9", "--data", __file__, "--json"),
+)
+
+
+def run_with_lanes(ranks: int, folder: Path, *options: str) -> CompletedProcess[str]:
+    """A run on this many ranks, each with one thread: GEMMs on several add in another order."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "sizes.json"
+    config.write_text(json.dumps(SIZES))
+    command = (EXAMPLE, *LANES, "--config", config, "--out", folder, *options)
+    return run_program(*command, ranks=ranks, OMP_NUM_THREADS="1", **NO_GPU)
+
+
+def saved_in(folder: Path) -> dict[str, Any]:
+    """Tensors of model and optimizer at the end of a run, by name, without FlatFSDP."""
+    dcp_to_torch_save(folder / "checkpoints" / "step-00000006", folder / "plain.pt")
+    saved = torch.load(folder / "plain.pt")
+    states = saved["optimizer"]["state"].items()
+    moments = {f"{key} of {name}": value for name, state in states for key, value in state.items()}
+    return {**saved["model"], **moments}
+
+
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 1), ("bf16", 4)])
+def test_with_lanes_a_run_goes_on_with_the_same_bits_on_other_ranks(
+    tmp_path: Path, precision: str, ranks: int
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    done = run_with_lanes(2, whole, "--precision", precision)
+    assert done.returncode == 0, done.stderr
+    # As if it had been killed before step 6 was saved.
+    shutil.copytree(whole / "checkpoints" / "step-00000003", resumed / "checkpoints" / "step-00000003")
+    if ranks == 1:
+        refused = run_with_lanes(ranks, resumed, "--precision", precision, "--lanes", "8")
+        assert refused.returncode != 0
+        both = "the checkpoint has Lanes(number=4, block=1), and the model Lanes(number=8, block=1)"
+        assert both in refused.stderr
+    again = run_with_lanes(ranks, resumed, "--precision", precision)
+    assert again.returncode == 0, again.stderr
+    steps, expected = (list(steps_in(each.stdout.splitlines(keepends=True))) for each in (again, done))
+    losses = [(step["step"], step["loss"]) for step in expected]
+    assert [(step["step"], step["loss"]) for step in steps] == losses[3:]
+    ours, theirs = saved_in(resumed), saved_in(whole)
+    assert ours.keys() == theirs.keys()
+    assert "exp_avg of embedding.weight" in ours
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_other_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from flatfsdp import Precision, by_class, shard
 from flatfsdp.comm.launch import fork_server
-from flatfsdp.models import LlamaPipeline
+from flatfsdp.models import LlamaPipeline, pipeline
 from flatfsdp.parallel import FlatStage
 from tests.support.llamas import CONFIG
 from tests.support.llamas import mesh_of as llama_mesh_of
@@ -114,6 +114,20 @@ def test_ranks_of_all_dimensions_raise(rank: int) -> None:
     """Rank 3 shares no dimension of the mesh with rank 0; they differ by way of the others."""
     message = refused(rank, {}, {"config": {"ffn": 64}}, pp=2, tp=2)
     assert "rank 0 has [config.ffn=96 of LlamaPipeline] where rank 3 has [config.ffn=64" in message
+
+
+@on_ranks(2)
+def test_lanes_that_do_not_fit_raise_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "Llama", None)
+    for pp, tp, lanes, microbatches, error, message in (
+        (2, 1, 2, 4, NotImplementedError, "lanes with 2 pipeline ranks"),
+        (1, 2, 2, 4, NotImplementedError, "lanes with tensor parallelism"),
+        (1, 1, 3, 6, ValueError, "lanes=3 over 2 ranks"),
+        (1, 1, 4, 6, ValueError, "6 microbatches a step over 4 lanes"),
+        (1, 1, 0, 4, ValueError, "lanes: number is 0"),
+    ):
+        with pytest.raises(error, match=message):
+            LlamaPipeline(CONFIG, llama_mesh_of(pp, tp), microbatches=microbatches, batch=2, lanes=lanes)
 
 
 class BoomError(RuntimeError):
