@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler
 
 from flatfsdp import shard
 from flatfsdp.compat.transformers import policy_of
@@ -167,6 +167,9 @@ def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, 
         args.dataloader_drop_last = True
         trainer.train()
         assert trainer.state.global_step == 4
+        trainer._get_train_sampler = lambda _: SubsetRandomSampler(range(20))
+        assert_raises(ValueError, r"SubsetRandomSampler has no set_epoch\(\)", trainer.train)
+        del trainer._get_train_sampler
         trainer.train_dataset = Endless()
         args.max_steps = 1
         assert_raises(ValueError, "a data set with a length", trainer.train)

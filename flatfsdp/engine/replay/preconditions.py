@@ -181,6 +181,9 @@ class Surroundings:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
+        if self.root.microbatch.turns > 1:
+            # Sums of lanes are in other memory in each step, and only some microbatches reduce.
+            return "each rank works through several lanes in a step, and a recording is of one turn"
         if any(fetched(self._others)) or self._recordable_now() != self._recorded:
             self._sort_hooks()
             if any(self._others):

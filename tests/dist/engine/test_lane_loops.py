@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import microbatches
+from flatfsdp import microbatches, replayed
 from flatfsdp.comm.lanes import Lanes
 from tests.support.models import VOCAB, build, update
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tape import taped
 
 STEPS, TOTAL, LANES = 3, 12, Lanes(2)
 
@@ -41,6 +42,35 @@ def test_one_lane_a_rank(loop: str) -> None:
     expected = run_ranks(1, trained, "microbatches")[0]
     for weights in run_ranks(2, trained, loop):
         assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+
+
+def replaying(rank: int, world_size: int) -> tuple[dict[str, Tensor], int]:
+    """Weights of a training whose microbatches may be replayed, and how many were."""
+    with taped():
+        model = build(lanes=LANES)
+        numbers = LANES.microbatches(model.fsdp_state.grid, TOTAL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def run(batch: Tensor) -> Tensor:
+            loss: Tensor = model(batch) / TOTAL
+            loss.backward()
+            return loss
+
+        step = replayed(model, run)
+        for number in range(STEPS):
+            for batch in microbatches(model, [microbatch(number, each) for each in numbers]):
+                step(batch)
+            update(optimizer)
+        return model.state_dict(), step.replays
+
+
+def test_microbatches_are_replayed_with_one_lane_a_rank() -> None:
+    """A recording knows no other turn, so with several they are eager."""
+    expected = run_ranks(1, trained, "microbatches")[0]
+    for ranks in (1, 2):
+        for weights, replays in run_ranks(ranks, replaying):
+            assert (replays > 0) == (ranks == LANES.number)
+            assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
 
 
 @on_ranks(1)
