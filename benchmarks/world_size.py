@@ -91,17 +91,22 @@ class Run(NamedTuple):
         return Spread(name, sharding, self.ranks, replicas)
 
 
-def possible(models: tuple[Model, ...], precisions: tuple[PrecisionName, ...]) -> Iterator[Run]:
+def possible(
+    models: tuple[Model, ...], precisions: tuple[PrecisionName, ...], most_ranks: int
+) -> Iterator[Run]:
     """Yields all runs on several ranks that there could be."""
     for model, precision, lanes, sharded, flag in product(models, precisions, RANKS, Sharded, (True, False)):
         is_hybrid = sharded is Sharded.hybrid
         for ranks in (4,) if is_hybrid else RANKS[lanes][1:]:
-            yield Run(model, precision, lanes, 2 if is_hybrid else 1, ranks, sharded, flag)
+            if ranks <= most_ranks:
+                yield Run(model, precision, lanes, 2 if is_hybrid else 1, ranks, sharded, flag)
 
 
-def covering(models: tuple[Model, ...], precisions: tuple[PrecisionName, ...]) -> list[Run]:
+def covering(
+    models: tuple[Model, ...], precisions: tuple[PrecisionName, ...], most_ranks: int = 8
+) -> list[Run]:
     """A short list in which every pair of values occurs; each group begins with a run on one rank."""
-    candidates = list(possible(models, precisions))
+    candidates = list(possible(models, precisions, most_ranks))
     missing = set().union(*(run.pairs for run in candidates))
     chosen: list[Run] = []
     while missing:
@@ -141,7 +146,8 @@ def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dic
                     "final_loss_hex": summary.final_loss_hex,
                     "grad_norm_hex": summary.grad_norms[-1].hex(),
                 }
-                rows.append({**run._asdict(), "differences": places, **hexes})
+                values = {key: getattr(value, "value", value) for key, value in run._asdict().items()}
+                rows.append({**values, "differences": places, **hexes})
             free_memory(rank.device)
     return rows
 
@@ -199,8 +205,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.2)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncol=4)
     differ = sum(bool(row["differences"]) for row in rows)
-    title = f"{len(rows)} runs, {differ} with other bits than one rank (o: flag on, square: off, x: differs)"
-    axes.set_title(title, loc="left", fontsize=10)
+    title = f"{len(rows)} runs, {differ} with other bits than one rank; squares: flag off, crosses: differ"
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
 
@@ -215,7 +221,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
     python benchmarks/world_size.py --model gpt --precision fp8-delayed --steps 3
 
-    torchrun --nproc-per-node 8 benchmarks/world_size.py --device cuda""",
+    torchrun --nproc-per-node 2 benchmarks/world_size.py --device cuda --most-ranks 2""",
 )
 def main(
     model: Annotated[
@@ -224,6 +230,7 @@ def main(
     precision: Annotated[
         list[PrecisionName] | None, typer.Option(help="Default: fp32, bf16, fp8-delayed and fp8-current.")
     ] = None,
+    most_ranks: Annotated[int, typer.Option(min=2, help="Leave out runs on more ranks.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
     layers: options.Layers = 2,
     hidden: options.Hidden = 64,
@@ -233,7 +240,7 @@ def main(
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:
-    runs = covering(tuple(model or Model), tuple(precision or PRECISIONS))
+    runs = covering(tuple(model or Model), tuple(precision or PRECISIONS), most_ranks)
     settings = Settings(GPTConfig(layers, hidden, heads, seq), batch=2, steps=steps)
     launch = replace(launch_of(max(run.ranks for run in runs), device), deterministic=True)
     rows = run_on_ranks(run_all, (runs, settings), launch)
