@@ -62,6 +62,11 @@ class Microbatch:
         return 0 if self.per_turn is None else self.index // self.per_turn
 
     @property
+    def begins_turn(self) -> bool:
+        """Whether the running backward, or the next one, is the first of its turn."""
+        return self.index == 0 if self.per_turn is None else self.index % self.per_turn == 0
+
+    @property
     def ends_turn(self) -> bool:
         """Whether the running backward, or the next one, is the last of its turn."""
         return self.is_last or (self.per_turn is not None and (self.index + 1) % self.per_turn == 0)

@@ -53,16 +53,18 @@ class StepScales:
     the parameters without settling it.
 
     Args:
-        holds: whether scales stay the same until the step's last backward, and are updated there once.  So
-            they do not depend on how many microbatches each rank runs (`comm/lanes.py`).
+        lane_ranks: with lanes, number of ranks that work through them.  Scales then stay the same until the
+            step's last backward, and are updated there once, so that they do not depend on how many
+            microbatches each rank runs (`comm/lanes.py`).  None: regions update them.
 
     Attributes:
-        holds: the same.
+        lane_ranks: the same.
+        held: the scales that wait for this update, each with the ranks that share it.
     """
 
-    def __init__(self, *, holds: bool = False) -> None:
-        self.holds = holds
-        self._held: dict[Scaling, dist.ProcessGroup | None] = {}
+    def __init__(self, lane_ranks: int | None = None) -> None:
+        self.lane_ranks = lane_ranks
+        self.held: dict[Scaling, dist.ProcessGroup | None] = {}
         self._snapshots: dict[Arena, Snapshot] = {}
         self._then: dict[Scaling, tuple[Snapshot, int]] = {}
         self._without_scales: list[Scaling] = []
@@ -94,7 +96,7 @@ class StepScales:
 
     def forget(self) -> None:
         """Forgets the step, which is over or abandoned."""
-        self._held.clear()
+        self.held.clear()
         self._snapshots.clear()
         self._then.clear()
         self._without_scales.clear()
@@ -119,20 +121,25 @@ class StepScales:
         Args:
             scaling: the scales.
             group: ranks that share them.
-        """
-        self._held[scaling] = group
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether updates were put off and have not come yet."""
-        return bool(self._held)
+        Raises:
+            ValueError: if not all ranks of the lanes share them.
+        """
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if self.lane_ranks is not None and (not scaling.recipe.reduce_amax or ranks < self.lane_ranks):
+            raise ValueError(
+                "lanes with delayed scaling: all ranks of the model have to share their scales; leave out "
+                "reduce_amax=False and amax_reduction_group, or take CurrentScaling"
+            )
+        self.held[scaling] = group
 
     def update_held(self) -> None:
         """Updates what was put off, from the largest amaxes of all microbatches and ranks.  Collective."""
         # In the order of the first use, which is the same on all ranks.
-        held, self._held = self._held, {}
+        held, self.held = self.held, {}
         for group in dict.fromkeys(held.values()):
-            update([scaling for scaling, of in held.items() if of is group], group)
+            # A layer that has got another recipe since has other scales, with the same amaxes.
+            update([each for each, of in held.items() if of is group and each.is_current], group)
 
     @property
     def noted(self) -> list[Scaling]:
@@ -237,6 +244,6 @@ def note(scalings: Iterable[Scaling]) -> None:
     """Notes that a layer's training forward is about to use these; outside FlatFSDP nobody holds them."""
     step = _current.get()
     for scaling in scalings:
-        scaling.held_by = step if step is not None and step.holds else None
+        scaling.held_by = None if step is None or step.lane_ranks is None else step
         if step is not None:
             step.note(scaling)

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 
 def test_eight_runs_have_the_bits_of_one_rank(tmp_path: Path) -> None:
-    sizes = "--most-ranks 2 --steps 2 --layers 1 --hidden 32 --heads 2 --seq 16".split()
-    which = ("--model", "gpt", "--precision", "fp8-delayed")
+    sizes = ("--steps", "2", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16")
+    which = ("--model", "gpt", "--precision", "fp8-delayed", "--most-ranks", "2")
     name, payload, printed = run_benchmark("world_size", tmp_path, *which, *sizes)
     rows = payload["rows"]
     assert name == "world-size-cpu" and len(rows) >= 8

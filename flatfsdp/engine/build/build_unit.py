@@ -97,7 +97,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
             owner._buffers[name] = prepared[buffer]
     bindings = bindings_of(module, parameters.values(), grid.tensor, policy)
     microbatch = Microbatch(1 if policy.lanes is None else policy.lanes.turns(grid))
-    shared = Shared(device, microbatch, scales=StepScales(holds=policy.lanes is not None))
+    shared = Shared(device, microbatch, scales=StepScales(None if policy.lanes is None else grid.num_ranks))
     unit = DrivenUnit(policy, grid, shared, modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, lists_flat=lists_flat)

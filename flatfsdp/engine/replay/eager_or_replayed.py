@@ -31,6 +31,7 @@ from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.replay.graphs import Graphs, RandomMoves, graphs_on
 from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
+from flatfsdp.engine.step.lane_sum import sums_of_lanes
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
@@ -45,8 +46,9 @@ R = TypeVar("R")
 WARM_UP = 2
 """Number of eager microbatches of a kind and shape, with the same facts, before one is recorded."""
 
-MOST_RECORDINGS = 12
-"""Largest number of recordings: three kinds of four shapes.  The least recently used one makes room."""
+MOST_RECORDINGS = 24
+"""Largest number of recordings: three kinds of eight shapes, or all kinds of one shape that lanes in blocks can
+have.  The least recently used one makes room."""
 
 
 def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
@@ -92,11 +94,13 @@ class Key(NamedTuple):
 
     Attributes:
         is_first, is_last: place of the microbatch in its step: first, last, both or neither.
+        place: its place among lanes, if there are any.
         arguments: their description, from `_describe`.
     """
 
     is_first: bool
     is_last: bool
+    place: Hashable
     arguments: Hashable
 
 
@@ -152,7 +156,7 @@ class Replayed(Generic[P, R]):
         root.drop_left()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
-        key = Key(root.microbatch.index == 0, root.microbatch.is_last, arguments)
+        key = Key(root.microbatch.index == 0, root.microbatch.is_last, root.place, arguments)
         self._has_sums = self._has_sums or not (key.is_first and key.is_last)
         seen = self._seen.get(key)
         if seen is None:
@@ -292,6 +296,7 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
             group.kept_grad = group.kept_grad or KeptGrad(group.master)
             if of_sums:
                 group.main_grad.stay()
+                group.kept_sums = group.kept_sums or sums_of_lanes(group)
         if not group.unit.policy.reshard_after_forward:
             if group.buffer is not None:
                 group.buffer.stay()
@@ -307,13 +312,13 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
         number: number of the recording, the same on all ranks.
     """
     microbatch, scales = root.microbatch, root.shared.scales
-    is_first, is_last = microbatch.index == 0, microbatch.is_last
+    is_first, reduces = microbatch.index == 0, root.reduces
     # Under ZeRO-2, ranks may have different numbers of microbatches between.
-    launches = is_first or is_last or any(unit.policy.reshard_after_forward for unit in root.units)
+    launches = is_first or reduces or any(unit.policy.reshard_after_forward for unit in root.units)
     if launches and root.is_checked:
         identity = Identity(action, root.identity, number, microbatch.steps_reduced, microbatch.index)
-        # Microbatches before the last only gather.
-        for ranks in root.identity.data_parallel if is_last else root.gather_ranks:
+        # Others, which do not reduce, only gather.
+        for ranks in root.identity.data_parallel if reduces else root.gather_ranks:
             declare(ranks, identity, root.shared.device)
     if is_first:
         root.begin_scales()

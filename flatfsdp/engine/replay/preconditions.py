@@ -148,6 +148,8 @@ class Surroundings:
             torch.are_deterministic_algorithms_enabled(),
             allows_tf32(),
             None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
+            # The last microbatch of a step updates them together.
+            tuple(self.root.shared.scales.held),
         )
 
     def buffers_of_scales(self) -> list[Tensor | None]:
@@ -161,6 +163,7 @@ class Surroundings:
         at = root.changes, list(map(_VERSION, self._flats))
         if known is None or known.at != at:
             of_sums = [None if group.main_grad is None else group.main_grad.tensor for group in root.groups]
+            of_sums += [each for group in root.groups for each in (group.partial_grad, group.block_grad)]
             sums = [0 if tensor is None else tensor.data_ptr() for tensor in of_sums]
             trained = [group.params.trained for group in root.groups]
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
@@ -181,9 +184,6 @@ class Surroundings:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
-        if self.root.microbatch.turns > 1:
-            # Sums of lanes are in other memory in each step, and only some microbatches reduce.
-            return "each rank works through several lanes in a step, and a recording is of one turn"
         if any(fetched(self._others)) or self._recordable_now() != self._recorded:
             self._sort_hooks()
             if any(self._others):

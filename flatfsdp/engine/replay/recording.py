@@ -56,7 +56,7 @@ class Recording:
         self._keeps = surroundings.buffers_of_scales()
         ledger, found = root.shared.ledger, facts_of(root)
         nbytes, calls = Counter(ledger.bytes), Counter(ledger.calls)
-        from_autograd = autograds_of(root)
+        from_autograd, held = autograds_of(root), set(root.shared.scales.held)
         lacking = [scaling for scaling in surroundings.scalings if not scaling.has_scales]
         self._reduced: list[Reduced] = []
         # What is cached was made outside of the graph, and no replay would refresh it.
@@ -75,6 +75,11 @@ class Recording:
         of_groups = zip(root.groups, facts_of(root), found, strict=True)
         self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
         self.scalings: list[Scaling] = root.shared.scales.noted
+        # Sums of lanes, in fixed memory or not there, and scales that wait for the end of the step.
+        of_lanes = root.groups if root.place is not None else ()
+        self._sums = [(group, group.partial_grad, group.block_grad) for group in of_lanes]
+        now = root.shared.scales.held
+        self._held = {scaling: group for scaling, group in now.items() if scaling not in held}
         self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]
         self._nbytes, self._calls = ledger.bytes - nbytes, ledger.calls - calls
 
@@ -105,6 +110,15 @@ class Recording:
         # The state that the microbatch would have left, had it run eagerly.
         for group, left in self._changed:
             group.become(left)
+        for group, partial_grad, block_grad in self._sums:
+            if group.partial_grad is not partial_grad or group.block_grad is not block_grad:
+                group.partial_grad, group.block_grad = partial_grad, block_grad
+                group.state.changes += 1
+        scales = self._root.shared.scales
+        if self._root.microbatch.is_last:
+            # Updated by the graph.
+            scales.held.clear()
+        scales.held.update(self._held)
         # Its copy says that it takes no part in the next step; this one counts as reduced because of it.
         for group, _, _ in self._reduced:
             group.join_step()

@@ -27,6 +27,18 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.kernels.grad.add_rows import add_rows
 
 
+def sums_of_lanes(group: FlatGroup) -> tuple[Tensor, Tensor] | None:
+    """Memory for `partial_grad` and `block_grad` of a group; None if nothing passes from turn to turn."""
+    policy, grid = group.unit.policy, group.unit.grid
+    if policy.lanes is None or policy.lanes.turns(grid) == 1:
+        return None
+    numel = group.master.flat.numel()
+    block = numel if policy.lanes.block > grid.shard.size else 0
+    dtype, device = policy.precision.accumulate, group.master.device
+    partial = torch.empty(numel // grid.replicate.size, dtype=dtype, device=device)
+    return partial, torch.empty(block, dtype=dtype, device=device)
+
+
 class LaneSum(SumOverRanks):
     """Sums of one model's gradients in the order of lanes."""
 
@@ -64,7 +76,10 @@ class LaneSum(SumOverRanks):
             with self.sending(group, [blocks], replicas):
                 all_to_all(received, blocks, replicas)
             blocks = received.view(replicas.size, -1)
-        total = group.partial_grad = self._added(group, group.partial_grad, blocks)
+        kept, _ = group.kept_sums or (None, None)
+        total = group.partial_grad = self._added(group, group.partial_grad, blocks, kept)
+        # Its presence is a fact.
+        group.state.changes += 1
         if not self._shared.microbatch.is_last:
             return total
         group.partial_grad = None
@@ -87,10 +102,12 @@ class LaneSum(SumOverRanks):
         if block == 1:
             return rows
         if shards >= block:
-            sums = torch.stack([self._added(group, None, of_block) for of_block in rows.split(block)])
+            sums = torch.stack([self._added(group, None, each, None) for each in rows.split(block)])
         else:
             turns = block // shards
-            total = group.block_grad = self._added(group, group.block_grad, rows)
+            _, kept = group.kept_sums or (None, None)
+            total = group.block_grad = self._added(group, group.block_grad, rows, kept)
+            group.state.changes += 1
             if self._shared.microbatch.turn % turns < turns - 1:
                 return None
             group.block_grad = None
@@ -98,11 +115,12 @@ class LaneSum(SumOverRanks):
         # What replicas send each other, if there are any: rounded on all meshes alike.
         return self.cast(sums, policy.precision.reduce)
 
-    def _added(self, group: FlatGroup, total: Tensor | None, rows: Tensor) -> Tensor:
-        """Adds rows to a sum in their order; None begins one."""
+    def _added(self, group: FlatGroup, total: Tensor | None, rows: Tensor, kept: Tensor | None) -> Tensor:
+        """Adds rows to a sum in their order; None begins one, in memory that is kept for it if any is."""
         is_first = total is None
         if total is None:
-            total = rows.new_empty(rows.shape[1], dtype=group.unit.policy.precision.accumulate)
+            dtype = group.unit.policy.precision.accumulate
+            total = rows.new_empty(rows.shape[1], dtype=dtype) if kept is None else kept
         add_rows(total, rows, first=is_first)
         self._shared.ledger.add("accumulate", rows.nbytes + (1 if is_first else 2) * total.nbytes)
         return total

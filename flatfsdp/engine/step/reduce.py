@@ -198,6 +198,9 @@ class Reducer:
             kept = _kept(group)
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
+            elif kept is None and group.kept_sums is not None:
+                # The next step's lanes are added up in this memory.
+                grad = grad.clone()
             self._reduced[group] = grad
 
     def publish(self, reduced: Sequence[Reduced]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -104,7 +104,7 @@ class Root:
         return sum(map(_CHANGES, self._states))
 
     def _end_step(self) -> None:
-        if self.shared.scales.is_holding:
+        if self.shared.scales.held:
             # The step was left: these amaxes are of as many microbatches as this rank happens to have run.
             self.shared.scales.abandon()
         for group in self.groups:
@@ -116,6 +116,17 @@ class Root:
     def reduces(self) -> bool:
         """Whether gradients that land now are reduced in this backward."""
         return self._reduce_every or self.microbatch.ends_turn
+
+    @property
+    def place(self) -> Hashable:
+        """With lanes, what a microbatch adds to what, as far as its place in the step decides."""
+        lanes, microbatch = self.unit.policy.lanes, self.microbatch
+        if lanes is None:
+            return None
+        turns_of_block = max(1, lanes.block // self.unit.grid.shard.size)
+        block, turn_of_block = divmod(microbatch.turn, turns_of_block)
+        ends_block = microbatch.ends_turn and turn_of_block == turns_of_block - 1
+        return microbatch.begins_turn, microbatch.ends_turn, block == 0, turn_of_block == 0, ends_block
 
     def begin_forward(self, inputs: object) -> None:
         """Begins the outermost forward of any unit; the inner ones run inside it.
@@ -318,6 +329,9 @@ class Root:
         if self.reduces:
             # Only now, so that a backward that fails half-way leaves all gradients as they were.
             self.publish(self.reducer.finish())
+            for group in self.groups:
+                if group.main_grad is not None:
+                    group.main_grad.give_back()
         if self.microbatch.is_last:
             self.shared.scales.update_held()
         # After the reductions, which took the buffers: what is still there is for the next microbatch.

@@ -75,6 +75,7 @@ class FlatGroup:
             replicas.
         block_grad: with lanes, the sum of a block whose lanes this step has not all reduced yet.
         kept_grad: memory of the reduced gradient, if that has a fixed address.
+        kept_sums: memory of `partial_grad` and `block_grad`, if that has fixed addresses.
         built_frozen: whether the group was frozen when it was built.
         division: divisors of gradients before and after the sum over ranks; None for the mean.
         params: the tensors that the module has, as `Leaves` or `Views`.
@@ -90,6 +91,7 @@ class FlatGroup:
         self.partial_grad: Tensor | None = None
         self.block_grad: Tensor | None = None
         self.kept_grad: KeptGrad | None = None
+        self.kept_sums: tuple[Tensor, Tensor] | None = None
         self._gathered: torch.cuda.Event | None = None
 
         policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()

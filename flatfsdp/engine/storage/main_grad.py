@@ -213,6 +213,10 @@ class MainGrad:
         self._is_lent = self.stays
         return tensor
 
+    def give_back(self) -> None:
+        """Notes that the reduction which was handed the buffer has ended, for what is launched from now on."""
+        self._is_lent = False
+
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""
         self._state.changes += 1

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import microbatches, replayed
-from flatfsdp.comm.lanes import Lanes
+from flatfsdp import Lanes, microbatches, replayed
+from flatfsdp.fp8 import autocast
+from flatfsdp.optim import AdamW
+from tests.support.fp8_layers import SHORT
+from tests.support.fp8_training import batch as fp8_batch
+from tests.support.fp8_training import build as build_fp8
+from tests.support.meshes import HYBRID
 from tests.support.models import VOCAB, build, update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tape import taped
@@ -44,33 +50,56 @@ def test_one_lane_a_rank(loop: str) -> None:
         assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
 
 
-def replaying(rank: int, world_size: int) -> tuple[dict[str, Tensor], int]:
-    """Weights of a training whose microbatches may be replayed, and how many were."""
+def replaying(
+    rank: int, world_size: int, lanes: Lanes, replays: bool, is_fp8: bool, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], int]:
+    """Weights and FP8 scales of a training whose microbatches may be replayed, and how many were."""
     with taped():
-        model = build(lanes=LANES)
-        numbers = LANES.microbatches(model.fsdp_state.grid, TOTAL)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = (build_fp8 if is_fp8 else build)(lanes=lanes, **options)
+        numbers = model.microbatch_numbers(TOTAL)
+        optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1)
 
         def run(batch: Tensor) -> Tensor:
-            loss: Tensor = model(batch) / TOTAL
-            loss.backward()
+            with autocast(is_fp8, recipe=SHORT):
+                loss: Tensor = model(batch).square().mean() if is_fp8 else model(batch)
+            (loss / TOTAL).backward()
             return loss
 
         step = replayed(model, run)
-        for number in range(STEPS):
-            for batch in microbatches(model, [microbatch(number, each) for each in numbers]):
-                step(batch)
+        for number in range(7):
+            batches = [(of_fp8 if is_fp8 else microbatch)(number, each) for each in numbers]
+            for batch in microbatches(model, batches):
+                step(batch) if replays else run(batch)
             update(optimizer)
-        return model.state_dict(), step.replays
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return {**model.state_dict(), **buffers}, step.replays
 
 
-def test_microbatches_are_replayed_with_one_lane_a_rank() -> None:
-    """A recording knows no other turn, so with several they are eager."""
-    expected = run_ranks(1, trained, "microbatches")[0]
-    for ranks in (1, 2):
-        for weights, replays in run_ranks(ranks, replaying):
-            assert (replays > 0) == (ranks == LANES.number)
-            assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+def of_fp8(step: int, number: int) -> Tensor:
+    return fp8_batch(number, step, 2.0 ** (number % 4))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "ranks", "options"),
+    [
+        (Lanes(2), 1, {}),
+        (Lanes(2), 2, {}),
+        (Lanes(12), 2, {"reshard_after_forward": False}),
+        (Lanes(12, block=6), 2, {}),
+        (Lanes(12, block=2), 4, HYBRID),
+        (Lanes(6), 3, {"mesh": "replicated"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["fp32", "fp8"])
+def test_replayed_lanes_have_the_bits_of_eager_ones(
+    lanes: Lanes, ranks: int, options: dict[str, Any], is_fp8: bool
+) -> None:
+    expected, _ = run_ranks(1, replaying, lanes, False, is_fp8, {})[0]
+    for weights, replays in run_ranks(ranks, replaying, lanes, True, is_fp8, options):
+        # After some eager steps and one that records, all are replayed.
+        assert replays >= 2 * TOTAL // ranks
+        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
 
 
 @on_ranks(1)

@@ -1,111 +1,212 @@
-"""FP8 with lanes: scales are made once a step, so that any number of ranks has the same bits."""
+"""With lanes, FP8 layers have the bits of one rank, too: delayed scaling makes scales once a step."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp import Lanes, Precision, microbatches
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp import Precision, by_class, fp8, microbatches, shard
+from flatfsdp.comm.lanes import Lanes
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.optim import AdamW
-from tests.support.fp8_layers import SHORT, counted_updates
-from tests.support.fp8_training import batch, build
+from tests.support.fp8_layers import (
+    SHORT,
+    TOKENS,
+    WIDTH,
+    Block,
+    Stack,
+    counted_updates,
+    fp8_state,
+    seeded,
+    snapshot,
+)
 from tests.support.ranks import on_ranks, run_ranks
 
-TOTAL, STEPS = 12, 4
-MOST_RECENT = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+STEPS, LANES = 5, Lanes(12)
+# More rows than steps: none is rolled out.
+DELAYED = replace(SHORT, amax_history_len=STEPS + 3)
+STORED = Precision(fp8_weights=CurrentScaling())
 
 
-def forward(model: Any, step: int, number: int) -> Tensor:
-    x = batch(number, step, 2.0 ** (number % 5))
-    return model(x, model.fsdp_state.shared.microbatch.is_first).square().mean() / TOTAL
+def batch(step: int, number: int) -> Tensor:
+    """Inputs of one microbatch.  They differ in size, so that another order or number of updates shows."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(TOKENS, WIDTH, generator=generator) * 2.0 ** (step + number % 5)
 
 
-def step_of(model: Any, step: int, recipe: Any, around: str) -> None:
-    """Forwards and backwards of a step; the region is around each forward, each microbatch, or the step."""
-    numbers = model.microbatch_numbers(TOTAL)
-    with autocast(around == "step", recipe=recipe):
-        for number in microbatches(model, numbers):
-            with autocast(recipe=recipe):
-                loss = forward(model, step, number)
-                if around == "microbatch":
-                    loss.backward()
-            if around != "microbatch":
+def build(lanes: Lanes | None = LANES, **options: Any) -> Any:
+    make = partial(Stack, **({"call": fp8.checkpoint} if options.pop("recompute", False) else {}))
+    return shard(seeded(make), by_class(Block), lanes=lanes, **options)
+
+
+def run_step(
+    model: Any, batches: list[Tensor], recipe: Any = DELAYED, around: str = "forward", caches: bool = False
+) -> None:
+    """Forwards and backwards of a step; with `caches`, layers keep their cast weights.
+
+    Args:
+        around: what the region is around: "forward", "microbatch" or "step".
+    """
+    region = partial(autocast, recipe=recipe)
+    with region() if around == "step" else nullcontext():
+        for index, x in enumerate(microbatches(model, batches)):
+            with region() if around == "microbatch" else nullcontext():
+                with region() if around == "forward" else nullcontext():
+                    loss = model(x, index == 0 if caches else None).square().mean() / 12
                 loss.backward()
 
 
 def trained(
-    rank: int, world_size: int, recipe: Any, around: str, options: dict[str, Any]
+    rank: int, world_size: int, recipe: Any, length: int = 1, options: Any = None, **way: Any
 ) -> dict[str, Tensor]:
-    """Whole weights, and FP8 scales and histories, after some steps."""
-    model = build(lanes=options.pop("lanes", Lanes(TOTAL)), **options)
-    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    """Whole weights, scales and histories after some steps."""
+    model = build(**(options or {}))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    numbers = LANES.microbatches(model.fsdp_state.grid, length * LANES.number)
     for step in range(STEPS):
-        step_of(model, step, recipe, around)
+        run_step(model, [batch(step, number) for number in numbers], recipe, **way)
         optimizer.step()
         optimizer.zero_grad()
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return {**model.state_dict(), **buffers}
+    return snapshot(model)
 
 
-def assert_equal_on_all_worlds(
-    recipe: Any, around: str, worlds: tuple[int, ...], **options: Any
-) -> dict[str, Tensor]:
-    expected: dict[str, Tensor] = {}
-    for world_size in worlds:
-        for found in run_ranks(world_size, trained, recipe, around, dict(options)):
-            expected = expected or found
-            assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    return expected
+CASES: dict[str, tuple[Any, ...]] = {
+    "delayed": (DELAYED,),
+    "delayed, two microbatches a lane": (DELAYED, 2),
+    "delayed, recomputed": (DELAYED, 1, {"recompute": True}),
+    "delayed, weights in FP8": (DELAYED, 1, {"precision": STORED}),
+    "current": (CurrentScaling(),),
+    "current, weights in FP8": (CurrentScaling(), 1, {"precision": STORED}),
+    "block": (BlockScaling(),),
+}
 
 
-@pytest.mark.parametrize("around", ["forward", "microbatch", "step"])
-@pytest.mark.parametrize("recipe", [SHORT, MOST_RECENT], ids=["max", "most recent"])
-def test_delayed_scaling(recipe: DelayedScaling, around: str) -> None:
-    found = assert_equal_on_all_worlds(recipe, around, (1, 2, 3))
-    histories = [buffer for name, buffer in found.items() if name.endswith("forward_amax_history")]
-    # Row 0 is for the next step; each of the four steps has left one of the others, as far as there are any.
-    assert histories
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_ranks_has_the_bits_of_one(case: str) -> None:
+    expected = run_ranks(1, trained, *CASES[case])[0]
+    for world_size in (2, 3, 4):
+        found = run_ranks(world_size, trained, *CASES[case])
+        assert [differing(each, expected) for each in found] == [[]] * world_size, world_size
+    histories = [value for name, value in expected.items() if "history" in name]
+    assert bool(histories) is (CASES[case][0] is DELAYED)
+    # One row a step, from the end on; the first is where casts write.
     for history in histories:
-        assert not history[0].any() and (history[1:].count_nonzero(0) == min(STEPS, len(history) - 1)).all()
+        filled = (history > 0).any(dim=1).tolist()
+        assert filled == [False] * (len(history) - STEPS) + [True] * STEPS
+    assert all(value.isfinite().all() for value in expected.values())
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
-def test_scaling_without_state(recipe: Any) -> None:
-    assert_equal_on_all_worlds(recipe, "forward", (1, 2, 4), lanes=Lanes(4), flag=False)
+def around_others(rank: int, world_size: int) -> list[list[str]]:
+    expected = trained(rank, world_size, DELAYED)
+    ways: tuple[dict[str, Any], ...] = ({"around": "microbatch"}, {"around": "step"}, {"caches": True})
+    return [differing(trained(rank, world_size, DELAYED, **way), expected) for way in ways]
 
 
-def test_weights_stored_in_fp8() -> None:
-    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    assert_equal_on_all_worlds(SHORT, "forward", (1, 2, 4), lanes=Lanes(4), precision=precision)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_where_the_region_ends_does_not_matter(world_size: int) -> None:
+    """It ends before or after the backward; layers may cache their cast weights."""
+    assert run_ranks(world_size, around_others) == [[[], [], []]] * world_size
+
+
+def rows(rank: int, world_size: int, lanes: Lanes | None) -> tuple[int, int]:
+    """Number of updates of a first step, and of rows in a history."""
+    model = build(lanes)
+    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    with counted_updates() as updates:
+        run_step(model, [batch(0, number) for number in numbers], replace(DELAYED, amax_history_len=32))
+    filled = {int((v > 0).any(dim=1).sum()) for name, v in fp8_state(model).items() if "history" in name}
+    assert len(filled) == 1
+    return len(updates), filled.pop()
+
+
+def test_without_lanes_the_number_of_ranks_changes_the_number_of_updates() -> None:
+    assert [run_ranks(n, rows, None)[0] for n in (1, 2)] == [(24, 12), (12, 6)]
+    assert [run_ranks(n, rows, LANES)[0] for n in (1, 2)] == [(1, 1), (1, 1)]
+
+
+@on_ranks(1, 2)
+def test_the_first_step_has_the_scales_of_its_tensors(rank: int) -> None:
+    """Nothing is updated before the last backward of a step, and an evaluation in it changes nothing."""
+    model = build()
+    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    for index, number in enumerate(microbatches(model, numbers)):
+        with counted_updates() as updates:
+            with torch.no_grad(), autocast(recipe=DELAYED):
+                model(batch(1, 0))
+            with autocast(recipe=DELAYED):
+                loss = model(batch(0, number)).square().mean()
+            layer = model.head
+            assert not any(scaling.has_scales for scaling in layer._scalings.values())
+            loss.backward()
+        assert len(updates) == (index == len(numbers) - 1)
+    assert all(scaling.has_scales for scaling in layer._scalings.values())
+
+
+@on_ranks(1, 2)
+def test_skipped_failed_and_left_steps_leave_no_trace(rank: int) -> None:
+    model, undisturbed = build(), build()
+    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    optimizers = [AdamW(each.parameters(), lr=1e-2, nonfinite="skip") for each in (model, undisturbed)]
+
+    def step_of(which: int, index: int) -> None:
+        run_step((model, undisturbed)[which], [batch(index, number) for number in numbers])
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def disturb(kind: str) -> None:
+        before = fp8_state(model)
+        if kind == "skipped":
+            run_step(model, [batch(7, number) * float("nan") for number in numbers])
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        else:
+            for index, number in enumerate(microbatches(model, numbers)):
+                with autocast(recipe=DELAYED):
+                    loss = model(batch(9, number)).square().mean()
+                if index == 3:
+                    if kind == "failed":
+                        loss.register_hook(fail)
+                        with pytest.raises(ZeroDivisionError):
+                            loss.backward()
+                    break
+                loss.backward()
+            optimizers[0].zero_grad()
+        if kind == "skipped" and before:
+            assert differing(before, fp8_state(model)) == []
+
+    for index, kind in enumerate(("skipped", "left", "skipped", "failed", "left")):
+        disturb(kind)
+        for which in (0, 1):
+            step_of(which, index)
+    assert differing(snapshot(model), snapshot(undisturbed)) == []
 
 
 @on_ranks(2)
-def test_one_update_a_step_and_none_of_a_step_that_was_left() -> None:
-    models = [build(lanes=4) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            if model is models[0]:
-                leave(model)
-            with counted_updates() as updates:
-                step_of(model, step, SHORT, "forward")
-            assert len(updates) == 1
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, left), buffer in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
-        assert torch.equal(left, buffer), name
-
-
-def leave(model: Any) -> None:
-    """Runs the first microbatches of a step, with infinite gradients, and leaves the rest."""
-    for count, number in enumerate(microbatches(model, model.microbatch_numbers(TOTAL))):
-        if count == 2:
-            break
-        with autocast(recipe=SHORT):
-            (torch.inf * forward(model, 9, number)).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+def test_scales_that_ranks_do_not_share_raise(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([each]) for each in range(world_size)]
+    model, x = build(), batch(0, 0)
+    for _ in microbatches(model, range(6)):
+        with (
+            pytest.raises(ValueError, match="share their scales"),
+            autocast(recipe=replace(DELAYED, reduce_amax=False)),
+        ):
+            model(x)
+        with pytest.raises(ValueError, match="share their scales"):
+            with autocast(recipe=DELAYED, amax_reduction_group=groups[rank]):
+                model(x)
+        break

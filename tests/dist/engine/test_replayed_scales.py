@@ -47,9 +47,9 @@ class Trained(NamedTuple):
         )
 
 
-def model_and_run() -> tuple[Any, Run]:
+def model_and_run(lanes: int | None = None) -> tuple[Any, Run]:
     torch.manual_seed(0)
-    model = shard(Heads(), precision=Precision(compute=torch.float32))
+    model = shard(Heads(), precision=Precision(compute=torch.float32), lanes=lanes)
 
     def run(x: Tensor, head: str, factor: Tensor) -> Tensor:
         with autocast(recipe=RECIPE):
@@ -67,10 +67,10 @@ def trained(replays: bool, steps: int, heads: Callable[[int], str], **options: A
     Args:
         heads: the heads of a step, one microbatch each; upper case outside of the replayed function.
         options: `bad`, steps whose loss is NaN; `second`, whether those outside have a replayed function of
-            their own; `after`, what happens after each step; `make`, the optimizer.
+            their own; `after`, what happens after each step; `make`, the optimizer; `lanes`, of the model.
     """
     bad, second = options.get("bad", ()), options.get("second", False)
-    model, run = model_and_run()
+    model, run = model_and_run(options.get("lanes"))
     optimizer = options.get("make", AdamW)(model.parameters(), lr=1e-2)
     step = replayed(model, run) if replays else run
     other = replayed(model, run) if replays and second else run
@@ -96,11 +96,15 @@ def compare(*args: Any, **options: Any) -> Trained:
     return found
 
 
+LANES = pytest.mark.parametrize("lanes", [None, 1], ids=["without lanes", "one lane"])
+
+
+@LANES
 @pytest.mark.parametrize("second", [False, True], ids=["eager", "in another function"])
 @on_ranks(1)
-def test_a_layer_that_first_runs_elsewhere(second: bool) -> None:
+def test_a_layer_that_first_runs_elsewhere(second: bool, lanes: int | None) -> None:
     """It joins the memory of the others' scales, which moves."""
-    compare(12, lambda index: "C" if index == 5 else "b", second=second)
+    compare(12, lambda index: "C" if index == 5 else "b", second=second, lanes=lanes)
 
 
 @on_ranks(1)
@@ -124,17 +128,28 @@ def skipping(parameters: Any, **options: Any) -> AdamW:
     return AdamW(parameters, nonfinite="skip", **options)
 
 
+@LANES
 @on_ranks(1)
-def test_a_skipped_step_restores_layers_that_only_later_microbatches_use() -> None:
+def test_a_skipped_step_restores_layers_that_only_later_microbatches_use(lanes: int | None) -> None:
     def check(index: int, model: Any) -> None:
         if index == 9:
             assert not any(value.isnan().any() for name, value in model.state_dict().items() if "fp8" in name)
 
-    compare(12, lambda _: "bc", bad=(9,), make=skipping, after=check)
+    compare(12, lambda _: "bc", bad=(9,), make=skipping, after=check, lanes=lanes)
 
 
+@on_ranks(1)
+def test_a_lane_has_one_update_a_step() -> None:
+    """Also where only an eager microbatch, or an earlier one, uses a layer."""
+    found = compare(12, lambda index: ("bcb", "bBc", "cbb")[index // 4], lanes=1)
+    # Inputs double from step to step, so the rows of different steps differ.
+    latest = found.buffers["a.fp8_forward_amax_history"][1:, 0]
+    assert latest.unique().numel() == HISTORY - 1
+
+
+@LANES
 @pytest.mark.parametrize("bad", [1, 3, 4, 5])
 @on_ranks(1)
-def test_first_steps_that_are_skipped(bad: int) -> None:
+def test_first_steps_that_are_skipped(bad: int, lanes: int | None) -> None:
     """What was recorded while there were no scales is not replayed once there are."""
-    compare(bad + 6, lambda _: "b", bad=range(bad), make=skipping)
+    compare(bad + 6, lambda _: "b", bad=range(bad), make=skipping, lanes=lanes)
