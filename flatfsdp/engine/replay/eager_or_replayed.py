@@ -47,8 +47,8 @@ WARM_UP = 2
 """Number of eager microbatches of a kind and shape, with the same facts, before one is recorded."""
 
 MOST_RECORDINGS = 24
-"""Largest number of recordings: three kinds of eight shapes, or all kinds of one shape that lanes in blocks can
-have.  The least recently used one makes room."""
+"""Largest number of recordings: three kinds of eight shapes, or of one shape all that lanes in blocks have.
+The least recently used one makes room."""
 
 
 def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:

@@ -214,7 +214,7 @@ class MainGrad:
         return tensor
 
     def give_back(self) -> None:
-        """Notes that the reduction which was handed the buffer has ended, for what is launched from now on."""
+        """Notes that the reduction which was handed the buffer has ended, for all that is launched later."""
         self._is_lent = False
 
     def drop(self) -> None:
