@@ -94,7 +94,11 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
 def _settings_of_the_model(unit: DrivenUnit) -> dict[str, Any]:
     """Settings of a unit that the whole model must share, by name."""
     of_policy = {name: getattr(unit.policy, name) for name in ("grad_sync", "lanes", "prefetch", "timeout")}
-    return {"device": unit.shared.device, "tp_group": unit.grid.tensor.name, **of_policy}
+    settings = {"device": unit.shared.device, "tp_group": unit.grid.tensor.name, **of_policy}
+    if unit.policy.lanes is not None:
+        # A turn is one lane of each rank, for all units alike.
+        settings["mesh"] = unit.grid.replicate.name, unit.grid.shard.name
+    return settings
 
 
 def _described(group: FlatGroup) -> Iterator[str]:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import Lanes, Precision
+from flatfsdp import Lanes, Precision, shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import FlatStage
-from tests.support.meshes import HYBRID, REPLICATED
+from tests.support.meshes import HYBRID, REPLICATED, replicating
 from tests.support.models import VOCAB, backward, build, plain_net, update
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -200,6 +200,15 @@ def test_a_last_step_with_fewer_microbatches_on_one_rank(rank: int) -> None:
         RuntimeError, match=r"ends a step of \d microbatches, of which lanes need equally many"
     ):
         backward(model, [microbatch(0, number) for number in range(3 - rank)])
+
+
+@on_ranks(2)
+def test_units_on_other_meshes() -> None:
+    model = plain_net()
+    shard(model.blocks[0], lanes=2, mesh=replicating())
+    shard(model, lanes=2)
+    with pytest.raises(ValueError, match="needs the mesh of its root"):
+        model(microbatch(0, 0))
 
 
 @on_ranks(2)
