@@ -27,16 +27,21 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.kernels.grad.add_rows import add_rows
 
 
+def sizes_of_sums(group: FlatGroup) -> tuple[int, int]:
+    """Lengths of what passes from turn to turn, `partial_grad` and `block_grad`; 0 for what does not."""
+    lanes, grid, numel = group.unit.policy.lanes, group.unit.grid, group.master.flat.numel()
+    if lanes is None or lanes.turns(grid) == 1:
+        return 0, 0
+    return numel // grid.replicate.size, numel if lanes.block > grid.shard.size else 0
+
+
 def sums_of_lanes(group: FlatGroup) -> tuple[Tensor, Tensor] | None:
-    """Memory for `partial_grad` and `block_grad` of a group; None if nothing passes from turn to turn."""
-    policy, grid = group.unit.policy, group.unit.grid
-    if policy.lanes is None or policy.lanes.turns(grid) == 1:
+    """Memory for these two; None if nothing passes from turn to turn."""
+    partial, block = sizes_of_sums(group)
+    if not partial:
         return None
-    numel = group.master.flat.numel()
-    block = numel if policy.lanes.block > grid.shard.size else 0
-    dtype, device = policy.precision.accumulate, group.master.device
-    partial = torch.empty(numel // grid.replicate.size, dtype=dtype, device=device)
-    return partial, torch.empty(block, dtype=dtype, device=device)
+    dtype, device = group.unit.policy.precision.accumulate, group.master.device
+    return torch.empty(partial, dtype=dtype, device=device), torch.empty(block, dtype=dtype, device=device)
 
 
 class LaneSum(SumOverRanks):

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.step.lane_sum import sizes_of_sums
+from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.options import Prefetch
@@ -111,6 +113,9 @@ _BUFFERS = (
     ("flat buffer", "FlatGroup", "unshard to reshard"),
     ("transposed weights", "FP8Weights", "unshard for backward to reshard"),
     ("main_grad", "MainGrad", "first gradient to reduction"),
+    ("rows of lanes", "LaneSum", "reduction"),
+    ("sum of lanes", "FlatGroup", "first lane to last"),
+    ("sum of a block", "FlatGroup", "its first lane to its last"),
     ("reduced gradient", "MasterShard", "reduction to zero_grad"),
 )
 """All buffers, in the order of the report: name, owner and lifetime."""
@@ -161,6 +166,8 @@ def report_of(
             if ahead is not None and buffer in _GATHERED and not stays:
                 # The root's own stay from its forward to its backward.
                 at_a_time = each[0] + largest_window(each[1:], ahead)
+            if buffer == "rows of lanes":
+                at_a_time = largest_window(each, MAX_IN_FLIGHT - 1)
             name, life = (f"{buffer}, for replays", ALWAYS) if stays else (buffer, lives)
             rows.append(MemoryRow(name, owner, dtype, count, sum(each), at_a_time, life, placement))
     return MemoryReport(tuple(rows))
@@ -187,6 +194,11 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         # Not by its tensor, which comes and goes within a step: a report is the same at any time.
         padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
         sizes["main_grad"] = Size(padded, dtype, placement, main_grad is not None and main_grad.stays)
+        if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
+            sizes["rows of lanes"] = Size(padded, group.unit.policy.precision.reduce, placement)
+        for name, length in zip(("sum of lanes", "sum of a block"), sizes_of_sums(group), strict=True):
+            if length:
+                sizes[name] = Size(length, dtype, placement, group.kept_sums is not None)
         if not master.is_offloaded:
             kept, numel = group.kept_grad is not None, master.flat.numel()
             sizes["reduced gradient"] = Size(numel, master.grad_dtype, placement, kept)
