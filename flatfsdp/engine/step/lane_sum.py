@@ -16,14 +16,18 @@ to compute the same bits.  Sums are in `precision.accumulate`.  A reduce-scatter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather, all_to_all
+from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.state import Shared
 from flatfsdp.kernels.grad.add_rows import add_rows
 
 
@@ -47,18 +51,22 @@ def sums_of_lanes(group: FlatGroup) -> tuple[Tensor, Tensor] | None:
 class LaneSum(SumOverRanks):
     """Sums of one model's gradients in the order of lanes."""
 
+    def __init__(self, shared: Shared, grids: Mapping[FlatGroup, Grid]) -> None:
+        super().__init__(shared, grids)
+        self._final: dict[FlatGroup, Tensor | None] = {}
+
     def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
         """Memory for the rows of this turn, one for each lane that the shard's ranks have worked through."""
-        dtype = group.unit.policy.precision.reduce
-        if group.grid.shard.size == 1 and flat.dtype == dtype:
+        self._final[group] = kept
+        if group.grid.shard.size == 1:
             return flat
-        return flat.new_empty(flat.numel(), dtype=dtype)
+        return flat.new_empty(flat.numel(), dtype=group.unit.policy.precision.reduce)
 
     def add(self, groups: Groups, flats: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
         """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
         first = groups[0]
         ranks = self._grids[first].shard
-        payloads = [self.cast(flat, each.dtype) for flat, each in zip(flats, memory, strict=True)]
+        payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
         rows = payloads
         if ranks.size > 1:
             rows = memory
@@ -71,6 +79,7 @@ class LaneSum(SumOverRanks):
 
     def _folded(self, group: FlatGroup, lanes_in_rows: Tensor) -> Tensor:
         """Adds the rows of one turn to what the step has so far."""
+        final = self._final.pop(group)
         blocks = self._blocks(group, lanes_in_rows)
         if blocks is None:
             assert group.block_grad is not None
@@ -81,7 +90,7 @@ class LaneSum(SumOverRanks):
             with self.sending(group, [blocks], replicas):
                 all_to_all(received, blocks, replicas)
             blocks = received.view(replicas.size, -1)
-        kept, _ = group.kept_sums or (None, None)
+        kept = self._memory_of_sum(group, final)
         total = group.partial_grad = self._added(group, group.partial_grad, blocks, kept)
         # Its presence is a fact.
         group.state.changes += 1
@@ -98,6 +107,19 @@ class LaneSum(SumOverRanks):
         ):
             all_gather(whole, total, replicas)
         return whole
+
+    def _memory_of_sum(self, group: FlatGroup, final: Tensor | None) -> Tensor | None:
+        """Memory at a fixed address for `partial_grad`; None if there is none.
+
+        Args:
+            final: memory that the optimizer will read, if that has a fixed address and is free.
+        """
+        if group.kept_sums is not None:
+            return group.kept_sums[0]
+        # One turn: right into the memory that the optimizer will read.
+        is_final = self._shared.microbatch.turns == 1 and self._grids[group].replicate.size == 1
+        fits = final is not None and final.dtype == group.unit.policy.precision.accumulate
+        return final if is_final and fits else None
 
     def _blocks(self, group: FlatGroup, rows: Tensor) -> Tensor | None:
         """Sums of the blocks that end in this turn, one a row; None if their block goes on."""
