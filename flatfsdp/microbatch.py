@@ -25,11 +25,13 @@ class Microbatch:
     """Position in the running step.
 
     Args:
-        turns: number of lanes that this rank works through in a step (`comm/lanes.py`).
+        turns: with lanes, number of those that this rank works through in a step (`comm/lanes.py`).
 
     Attributes:
-        turns: the same; gradients are reduced at the end of each turn.
+        has_lanes: whether there are lanes.
+        turns: number of turns in a step, 1 without lanes; gradients are reduced at the end of each.
         per_turn: number of microbatches in a turn; None outside of a loop that knows it.
+        place: number of the batch that a loop is at; None outside of a loop.
         is_first: whether this is the first microbatch of a step; set by `microbatches`.
         is_last: whether the running backward, or the next one, is the last of the step.
         index: number of backwards finished in this step.
@@ -42,9 +44,11 @@ class Microbatch:
         at_end_of_step: called at the end of each step, whether it was reduced or abandoned.
     """
 
-    def __init__(self, turns: int = 1) -> None:
-        self.turns = turns
+    def __init__(self, turns: int | None = None) -> None:
+        self.has_lanes = turns is not None
+        self.turns = turns or 1
         self.per_turn: int | None = None
+        self.place: int | None = None
         self.is_first = True
         self.is_last = True
         self.index = 0
@@ -84,6 +88,20 @@ class Microbatch:
                 "set_is_last_backward() do not"
             )
 
+    def require_place(self) -> None:
+        """Checks, before a backward, that lanes have the microbatches that the loop gives them.
+
+        Raises:
+            RuntimeError: if a batch of the loop had no backward, or several, or a step has failed in the loop.
+        """
+        if self.has_lanes and self.place is not None and self.index != self.place:
+            raise RuntimeError(
+                f"this is backward {self.index} of the step, at batch {self.place} of the loop: with lanes "
+                "every batch of microbatches() has one backward, while it is its turn. Add up several losses "
+                "first; leave out a whole step instead of a batch, on all ranks; begin a new loop after a "
+                "failure"
+            )
+
     def end_step(self) -> None:
         """Ends the step, whether it was reduced or abandoned."""
         self.step += 1
@@ -119,7 +137,7 @@ class Microbatch:
         if self._loop is loop:
             self.is_first = self.is_last = True
             self._leave_loop()
-            self.per_turn = None
+            self.per_turn = self.place = None
 
     def _leave_loop(self) -> None:
         """Notes that what was accumulated without a last backward is to be dropped."""
@@ -174,14 +192,14 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     batch = next(source, missing)
     for state in states:
         state.begin_loop(loop, total)
-    is_first = True
+    place = 0
     try:
         while batch is not missing:
             following = next(source, missing)
             for state in states:
-                state.is_first, state.is_last = is_first, following is missing
+                state.is_first, state.is_last, state.place = place == 0, following is missing, place
             yield batch  # type: ignore[misc]
-            batch, is_first = following, False
+            batch, place = following, place + 1
     finally:
         for state in states:
             state.end_loop(loop)

@@ -133,9 +133,15 @@ class StepScales:
             )
         self.held[scaling] = group
 
+    def drop_held(self) -> None:
+        """Discards the amaxes that were recorded since the last update, for which there will be none."""
+        for scaling in self.held:
+            scaling.forget()
+        self.held.clear()
+
     def update_held(self) -> None:
         """Updates what was put off, from the largest amaxes of all microbatches and ranks.  Collective."""
-        # In the order of the first use, which is the same on all ranks.
+        # In the order of the first use; ranks that differ in it raise (`Arena.agree`).
         held, self.held = self.held, {}
         for group in dict.fromkeys(held.values()):
             # A layer that has got another recipe since has other scales, with the same amaxes.

@@ -79,7 +79,10 @@ class UnitMethods(UnitModule):
 
     def set_is_last_backward(self, is_last: bool) -> None:
         """Sets whether the next backwards are the last of their step and reduce; for pipeline schedules."""
-        root_of(self).microbatch.is_last = is_last
+        microbatch = root_of(self).microbatch
+        if microbatch.has_lanes and microbatch.place is not None:
+            raise RuntimeError("with lanes microbatches() says which backward is the last; leave this out")
+        microbatch.is_last = is_last
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether the next backwards reduce gradients; FSDP2's name for `set_is_last_backward`.

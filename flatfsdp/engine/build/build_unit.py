@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from flatfsdp.comm.device import indexed
@@ -69,6 +70,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     grid = Grid.of(options.get("mesh"), options.get("tp_group"))
     if policy.lanes is not None:
         policy.lanes.require_fit(grid)
+        _require_no_running_statistics(module)
     for name, parameter in parameters.items():
         check_placement(name, parameter, grid.tensor)
     for path, owner in own_modules(module):
@@ -96,7 +98,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
                 prepared[buffer] = buffer.to(device, policy.precision.buffer if is_cast else None)
             owner._buffers[name] = prepared[buffer]
     bindings = bindings_of(module, parameters.values(), grid.tensor, policy)
-    microbatch = Microbatch(1 if policy.lanes is None else policy.lanes.turns(grid))
+    microbatch = Microbatch(None if policy.lanes is None else policy.lanes.turns(grid))
     shared = Shared(device, microbatch, scales=StepScales(None if policy.lanes is None else grid.num_ranks))
     unit = DrivenUnit(policy, grid, shared, modules, contains_units=contains_units)
     for binding in bindings:
@@ -176,6 +178,22 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             "plain dense tensors of floating-point numbers. Load a quantized model without quantization: "
             "frozen weights take two bytes each over all ranks, and flatfsdp.layers.convert computes in FP8"
         )
+
+
+def _require_no_running_statistics(module: nn.Module) -> None:
+    """Checks that nothing depends on which microbatches a rank runs, for a model with lanes.
+
+    Raises:
+        ValueError: for BatchNorm with running statistics, or over several ranks.
+    """
+    for path, owner in own_modules(module):
+        counts = isinstance(owner, _BatchNorm) and (owner.track_running_stats and owner.training)
+        if counts or isinstance(owner, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches, or of "
+                "one turn's: with lanes they would depend on the number of ranks; call eval() on it first, or "
+                "take GroupNorm or LayerNorm"
+            )
 
 
 def _tied_message(name: str, other: str) -> str:

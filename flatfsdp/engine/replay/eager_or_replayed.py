@@ -154,6 +154,7 @@ class Replayed(Generic[P, R]):
             raise RuntimeError("a replayed microbatch inside a forward of the model")
         # Before the kind is known: what a loop has left behind is of a step that has ended.
         root.drop_left()
+        root.microbatch.require_place()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
         key = Key(root.microbatch.index == 0, root.microbatch.is_last, root.place, arguments)

@@ -104,9 +104,8 @@ class Root:
         return sum(map(_CHANGES, self._states))
 
     def _end_step(self) -> None:
-        if self.shared.scales.held:
-            # The step was left: these amaxes are of as many microbatches as this rank happens to have run.
-            self.shared.scales.abandon()
+        # Of a step that was left, or of a forward without a backward: as many as this rank happens to run.
+        self.shared.scales.drop_held()
         for group in self.groups:
             # A loop ends a step even where nothing has begun: once more for each step.
             if group.state.is_of_a_step:
@@ -316,6 +315,8 @@ class Root:
                 # Other weights, such as an average, may have been in place since the forward.
                 self._refresh_scales()
                 self.follow_user()
+                self.microbatch.require_turns()
+                self.microbatch.require_place()
                 # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()

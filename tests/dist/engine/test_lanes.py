@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import Lanes, Precision, shard
+from flatfsdp import Lanes, Precision, microbatches, shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import FlatStage
@@ -200,6 +200,85 @@ def test_a_last_step_with_fewer_microbatches_on_one_rank(rank: int) -> None:
         RuntimeError, match=r"ends a step of \d microbatches, of which lanes need equally many"
     ):
         backward(model, [microbatch(0, number) for number in range(3 - rank)])
+
+
+def skipping(model: Any, batches: Any) -> None:
+    for place, batch in enumerate(batches):
+        if place != 1:
+            (model(batch) / TOTAL).backward()
+
+
+def twice(model: Any, batches: Any) -> None:
+    for batch in batches:
+        for _ in range(2):
+            (model(batch) / TOTAL).backward()
+
+
+def of_a_sum(model: Any, batches: Any) -> None:
+    sum(model(batch) for batch in batches).backward()
+
+
+def at_the_end(model: Any, batches: Any) -> None:
+    losses = [model(batch) for batch in batches]
+    for loss in losses:
+        loss.backward()
+
+
+def after_a_failure(model: Any, batches: Any) -> None:
+    for place, batch in enumerate(batches):
+        if place == 1:
+            with pytest.raises(IndexError):
+                model(batch + VOCAB)
+        else:
+            (model(batch) / TOTAL).backward()
+
+
+@pytest.mark.parametrize(
+    ("lanes", "loop"),
+    [
+        # With one lane a rank, a backward outside of a loop is a step of one microbatch, as ever.
+        *((Lanes(2), loop) for loop in (skipping, twice, after_a_failure)),
+        *((Lanes(8), loop) for loop in (skipping, twice, of_a_sum, at_the_end, after_a_failure)),
+        *((Lanes(8, block=4), loop) for loop in (skipping, twice, of_a_sum, after_a_failure)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+@on_ranks(2)
+def test_a_batch_without_a_backward_of_its_own(lanes: Lanes, loop: Any) -> None:
+    """It would shift all later ones to other lanes, or leave a block unfinished, whose sum would be lost."""
+    model = build(lanes=lanes)
+    numbers = model.microbatch_numbers(8)
+    words = r"has one backward, while it is its turn|inside flatfsdp\.microbatches"
+    with pytest.raises(RuntimeError, match=words):
+        loop(model, microbatches(model, [microbatch(0, number) for number in numbers]))
+    for parameter in model.parameters():
+        parameter.grad = None
+    backward(OfStep(model), [microbatch(0, number) for number in numbers])
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_the_loop_alone_says_which_backward_is_the_last() -> None:
+    model = build(lanes=2)
+    for _ in microbatches(model, [0, 1]):
+        with pytest.raises(RuntimeError, match="says which backward is the last"):
+            model.set_is_last_backward(True)
+
+
+@on_ranks(2)
+def test_penalties_on_listed_parameters() -> None:
+    model = build(lanes=2)
+    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match=r"penalty on model\.parameters.* has a gradient of its own"):
+        (model(microbatch(0, 0)) + penalty).backward()
+
+
+@on_ranks(2)
+def test_statistics_that_microbatches_leave_behind() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ValueError, match="1 is a BatchNorm1d, whose statistics"):
+        shard(net, lanes=2)
+    shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), lanes=2)
 
 
 @on_ranks(2)

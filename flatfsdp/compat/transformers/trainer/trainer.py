@@ -235,7 +235,9 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         with torch.random.fork_rng(devices, enabled=step is not None):
             if step is not None:
                 # Dropout depends on the number of the microbatch, not on the rank that runs it.
-                torch.manual_seed(self.args.seed * 1_000_003 + self.state.global_step * step.total + number)
+                # Counted as if each step had as many, which the last one of an epoch may not have.
+                most = self.args.gradient_accumulation_steps * self.model.fsdp_state.grid.num_ranks
+                torch.manual_seed(self.args.seed * 1_000_003 + self.state.global_step * most + number)
                 # By which `Trainer` divides losses that are not divided by a number of items.
                 self.current_gradient_accumulation_steps = step.total
             loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
