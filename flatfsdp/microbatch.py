@@ -92,7 +92,7 @@ class Microbatch:
         """Checks, before a backward, that lanes have the microbatches that the loop gives them.
 
         Raises:
-            RuntimeError: if a batch of the loop had no backward, or several, or a step has failed in the loop.
+            RuntimeError: if a batch of the loop had no backward, or several, or one has failed.
         """
         if self.has_lanes and self.place is not None and self.index != self.place:
             raise RuntimeError(
