@@ -190,8 +190,8 @@ def _require_no_running_statistics(module: nn.Module) -> None:
         counts = isinstance(owner, _BatchNorm) and (owner.track_running_stats and owner.training)
         if counts or isinstance(owner, nn.SyncBatchNorm):
             raise ValueError(
-                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches or "
-                "of one turn: with lanes they would depend on the number of ranks; call eval() on it first, or "
+                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches or of "
+                "one turn: with lanes they would depend on the number of ranks; call eval() on it first, or "
                 "take GroupNorm or LayerNorm"
             )
 
