@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
 from flatfsdp.flat.layout import FlatLayout, ParamSlot, ParamSpec, Role
-from flatfsdp.flat.packing import PackedParams
+from flatfsdp.flat.pack_candidates import PackedParams
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 _DICT_OF, _PARAMETERS_OF = attrgetter("__dict__"), attrgetter("_parameters")

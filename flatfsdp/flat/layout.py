@@ -24,7 +24,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from flatfsdp.contract.placement import Partition, Placement
-from flatfsdp.flat.packing import PackedSlot, why_not_pack
+from flatfsdp.flat.pack_candidates import PackedSlot, why_not_pack
 
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements.  Even at one byte an element these

@@ -42,7 +42,7 @@ from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.flat.module_wrapper import ModuleWrapper
-from flatfsdp.flat.packing import Packs
+from flatfsdp.flat.pack_candidates import Packs
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.options import Options, Policy, require_flag

@@ -1,27 +1,26 @@
-"""`Recording`: one microbatch as a CUDA graph, and the state in which it leaves the engine.
+"""`Recording`: one microbatch as a CUDA graph, with its inputs and outputs at fixed addresses.
 
 In:   a function that runs a microbatch, inputs at addresses of their own.
 Out:  the same kernels and collectives again, for other inputs, with one launch by the host.
-Next: `eager_or_replayed.py` decides when.
+Next: `restored_state.py` restores the engine's state after each replay; `eager_or_replayed.py` decides when.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.graphs import Graphs, RandomMoves
-from flatfsdp.engine.replay.preconditions import Facts, Surroundings, facts_of
+from flatfsdp.engine.replay.cuda_graphs import Graphs, RandomMoves
+from flatfsdp.engine.replay.preconditions import Facts, Surroundings
+from flatfsdp.engine.replay.restored_state import RestoredState
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
-from flatfsdp.fp8.region import current_region
 
 Outputs = list[Any]
 Run = Callable[[Sequence[Tensor]], Outputs]
@@ -39,7 +38,6 @@ class Recording:
     Attributes:
         facts: what it takes for granted; set by who keeps it.
         outputs: tensors that the next replay overwrites.
-        scalings: FP8 scales that the microbatch updates.
 
     Raises:
         RuntimeError: if something in the microbatch cannot be recorded.
@@ -54,16 +52,11 @@ class Recording:
         self._arenas = surroundings.arenas
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
-        ledger, found = root.shared.ledger, facts_of(root)
-        nbytes, calls = Counter(ledger.bytes), Counter(ledger.calls)
-        from_autograd, held = autograds_of(root), set(root.shared.scales.held)
-        lacking = [scaling for scaling in surroundings.scalings if not scaling.has_scales]
-        self._reduced: list[Reduced] = []
+        from_autograd = autograds_of(root)
+        self._state = RestoredState(root)
         # What is cached was made outside of the graph, and no replay would refresh it.
         self._renew()
-        region = current_region()
-        noting: AbstractContextManager[list[Scaling]] = nullcontext([]) if region is None else region.noted()
-        with _recorded(root, self._arenas, self._reduced), noting as self._used_in_region:
+        with _recorded(root, self._arenas, self._state.reduced), self._state.noted(surroundings.scalings):
             before = root.microbatch
             ended = (before.step + 1, 0) if before.is_last else (before.step, before.index + 1)
             self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
@@ -71,23 +64,17 @@ class Recording:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
             if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
-        # The groups that an eager microbatch would leave changed; nothing has run yet.
-        of_groups = zip(root.groups, facts_of(root), found, strict=True)
-        self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
-        self.scalings: list[Scaling] = root.shared.scales.noted
-        # Sums of lanes, in fixed memory or not there, and scales that wait for the end of the step.
-        of_lanes = root.groups if root.place is not None else ()
-        self._sums = [(group, group.partial_grad, group.block_grad) for group in of_lanes]
-        now = root.shared.scales.held
-        self._held = {scaling: group for scaling, group in now.items() if scaling not in held}
-        self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]
-        self._nbytes, self._calls = ledger.bytes - nbytes, ledger.calls - calls
+
+    @property
+    def scalings(self) -> list[Scaling]:
+        """FP8 scales that the microbatch updates."""
+        return self._state.scalings
 
     def run_first(self) -> Outputs:
         """Runs the microbatch that was just recorded; the engine's state is that after it already."""
         self._graph.replay()
         self._renew()
-        self._root.publish(self._reduced)
+        self._root.publish(self._state.reduced)
         return self._copied_outputs()
 
     def replay(self, inputs: list[Tensor]) -> Outputs:
@@ -97,34 +84,7 @@ class Recording:
         self._graph.replay()
         # What is cached belongs to this recording: others, and eager microbatches, read the scales again.
         self._renew()
-        if (region := current_region()) is not None:
-            region.outermost.has_layers = True
-            for scaling in self._used_in_region:
-                region.use(scaling)
-        # A skipped step may have taken away the scales of a first update, which this replay has made again.
-        for scaling in self._first_scaled:
-            scaling.has_scales = True
-        # A replay moves as many bytes.
-        self._root.shared.ledger.bytes.update(self._nbytes)
-        self._root.shared.ledger.calls.update(self._calls)
-        # The state that the microbatch would have left, had it run eagerly.
-        for group, left in self._changed:
-            group.become(left)
-        for group, partial_grad, block_grad in self._sums:
-            if group.partial_grad is not partial_grad or group.block_grad is not block_grad:
-                group.partial_grad, group.block_grad = partial_grad, block_grad
-                group.state.changes += 1
-        scales = self._root.shared.scales
-        if self._root.microbatch.is_last:
-            # Updated by the graph.
-            scales.held.clear()
-        scales.held.update(self._held)
-        # Its copy says that it takes no part in the next step; this one counts as reduced because of it.
-        for group, _, _ in self._reduced:
-            group.join_step()
-        if self._reduced:
-            self._root.publish(self._reduced)
-        self._root.end_microbatch()
+        self._state.restore()
         return self._copied_outputs()
 
     def release(self) -> None:

@@ -1,12 +1,12 @@
 """Scales of a model's FP8 weights, for their current values (current scaling).
 
-In:   the amaxes of this rank's pieces, taken by the optimizer or by `engine/storage/fp8_weights.py`.
+In:   the amaxes of this rank's pieces, taken by the optimizer or by `engine/storage/fp8_storage.py`.
 Out:  one scale a weight for its group, the same on all ranks.
-Next: `engine/storage/fp8_weights.py` casts the master shards with them.
+Next: `engine/storage/fp8_storage.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 
-Weights that are one operand (`flat/packing.py`) share one scale, from the largest amax among them.
+Weights that are one operand (`flat/pack_candidates.py`) share one scale, from the largest amax among them.
 
 Nothing is remembered from step to step, so a checkpoint has nothing to save of them.
 """
@@ -22,7 +22,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Shard
+from flatfsdp.engine.storage.fp8_storage import FP8_DTYPE, FP8Shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 

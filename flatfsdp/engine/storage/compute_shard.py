@@ -1,7 +1,7 @@
 """`ComputeShard`: the shard of a group that is gathered, and the master version that it was cast from.
 
 In:   the master shard, which optimizers and loads write to.
-Out:  this rank's part in the dtype that the model computes in; `fp8_weights.py` has the form for FP8.
+Out:  this rank's part in the dtype that the model computes in; `fp8_storage.py` has the form for FP8.
 Next: `group.py` gathers it into the flat buffer.
 
     version        of the master; changes with every in-place write

@@ -2,7 +2,7 @@
 
 In:   parameters of one unit that are trained and stored alike, packed by `flat/layout.py`.
 Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
-      an operand of GEMMs instead (`fp8_weights.py`).
+      an operand of GEMMs instead (`fp8_storage.py`).
 Next: `engine/step/unit.py` gathers all groups of a unit; gradients land in `MainGrad`, which
       `engine/step/reduce.py` reduces.
 
@@ -31,7 +31,7 @@ from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.compute_shard import ComputeShard
 from flatfsdp.engine.storage.first_values import digest
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.fp8_weights import FP8Shard, FP8Weights
+from flatfsdp.engine.storage.fp8_storage import FP8Shard, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import KeptGrad, MasterShard
 from flatfsdp.engine.storage.packed_operands import Operands

@@ -2,7 +2,7 @@
 
 In:   the unsharded flat buffer, in which the parts of a pack are neighbours.
 Out:  one tensor a pack, in the same memory, whose gradient is passed on to the parts; where weights are in
-      FP8, an `Operand` on each tensor (`fp8_weights.py`).
+      FP8, an `Operand` on each tensor (`fp8_storage.py`).
 Next: `backward_concat.py` shows them to modules; layers ask for them by `contract/packed.py` and
       `contract/operand.py`.
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from flatfsdp.engine.replay import graphs
-from flatfsdp.engine.replay.graphs import Graph, RandomMoves, watched
+from flatfsdp.engine.replay import cuda_graphs
+from flatfsdp.engine.replay.cuda_graphs import Graph, RandomMoves, watched
 
 GPU = torch.device("cuda", 0)
 
@@ -55,7 +55,7 @@ class Generator:
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(graphs.torch, "Generator", Generator)
+    monkeypatch.setattr(cuda_graphs.torch, "Generator", Generator)
 
 
 def checkpointed(generator: Any, draws: int) -> Callable[[], None]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, by_class, shard
-from flatfsdp.engine.storage import fp8_weights
-from flatfsdp.engine.storage.fp8_weights import FP8Shard
+from flatfsdp.engine.storage import fp8_storage
+from flatfsdp.engine.storage.fp8_storage import FP8Shard
 from flatfsdp.engine.storage.state import GroupState
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
@@ -163,7 +163,7 @@ def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytes
         max_abs_many(sources, amax, **options)
         taken.append(amax)
 
-    monkeypatch.setattr(fp8_weights, "max_abs_many", take)
+    monkeypatch.setattr(fp8_storage, "max_abs_many", take)
     offloaded.measure()
     assert model.fsdp_state.shared.ledger.bytes["measure"] == 2 * 32 * 32 * 4
     whole = group.layout.views(group.master.flat.detach())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, FlatLayout, ParamSpec
-from flatfsdp.flat.packing import why_not_pack
+from flatfsdp.flat.pack_candidates import why_not_pack
 
 properties = settings(max_examples=80, deadline=None, derandomize=True)
 
