@@ -35,6 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from flatfsdp import param_groups
 from flatfsdp.checkpoint import CheckpointManager
 from flatfsdp.comm.lanes import Lanes
+from flatfsdp.comm.launch import Device, Launch, take_gpu, under_torchrun
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
@@ -107,18 +108,15 @@ class Report:
         self.bar.update(self.task, completed=figures["step"], description=text.format(**figures))
 
 
-def start_ranks(deterministic: bool) -> torch.device:
-    """Joins the other ranks that torchrun has started, on GPUs if there are enough; or is alone."""
+def start_ranks(wanted: Device, deterministic: bool) -> torch.device:
+    """Joins the other ranks that torchrun has started; or is alone."""
     if deterministic:
         # cuBLAS reads it when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    local, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpu = torch.cuda.device_count() >= local_world
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    on_gpu = Launch(None if under_torchrun() else 1, wanted).use_cuda()
+    device = take_gpu(int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    alone = {} if under_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
     dist.init_process_group(backend, timeout=timedelta(seconds=300), device_id=bound, **alone)
     return device
@@ -199,6 +197,7 @@ def main(
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of initial values, and of the order of the text.")] = 0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits on GPUs.")] = False,
+    on: command_options.OnDevice = Device.auto,
     data: Annotated[Path | None, typer.Option(help="File or folder; default: Python's sources.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
@@ -232,7 +231,7 @@ def main(
     sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
-    device = start_ranks(deterministic)
+    device = start_ranks(on, deterministic)
     mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     model = LlamaPipeline(
         sizes,

@@ -23,6 +23,7 @@ from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross
 from flatfsdp.kernels.dropout import draw_seed, dropout_backward, dropout_forward
 from flatfsdp.kernels.gemm.wgrad import wgrad
 from flatfsdp.kernels.grad.accumulate_many import accumulate_many
+from flatfsdp.kernels.grad.add_rows import add_rows
 from flatfsdp.kernels.grad.embedding import embedding_grad
 from flatfsdp.kernels.norm.backward import norm_backward
 from flatfsdp.kernels.norm.forward import norm_forward
@@ -134,6 +135,7 @@ class Bench:
         yield self._dropout_backward(hidden)
         yield self._transpose_many()
         yield self._accumulate_many()
+        yield self._add_rows(wide)
         yield self._adamw(wide)
         yield self._sgd(wide)
         yield self._max_abs_many()
@@ -265,6 +267,17 @@ class Bench:
             return _writing(partial(accumulate_many, targets, grads, again), *targets)
 
         return self._case("accumulate_many", "bf16, added", weights, 10, make)
+
+    def _add_rows(self, cols: int) -> Case:
+        ranks = 4
+
+        def make() -> Call:
+            target = self._normal_fp32(cols)
+            rows = torch.stack([target.flatten()] * ranks)
+            return _writing(partial(add_rows, target.view(-1), rows, first=True), target)
+
+        size = [(self.sizes.tokens, cols)]
+        return self._case("add_rows", f"{ranks} FP32 rows", size, 4 * (ranks + 1), make)
 
     def _adamw(self, cols: int) -> Case:
         numbers = adamw.Numbers.of(1e-4, (0.9, 0.95), 0.1)

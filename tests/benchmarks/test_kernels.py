@@ -15,7 +15,8 @@ from tests.support.programs import run_benchmark, run_program
 SCRIPT = "benchmarks/kernels.py"
 KERNELS = {
     "copy", "cast", "max_abs", "norm_forward", "norm_backward", "activation_forward", "activation_backward",
-    "rope", "dropout_forward", "dropout_backward", "transpose_many", "accumulate_many", "update_scales",
+    "rope", "dropout_forward", "dropout_backward", "transpose_many", "accumulate_many", "add_rows",
+    "update_scales",
     "max_abs_many", "cast_many", "embedding_grad", "block_cast", "adamw", "sgd", "column_sum",
     "cross_entropy_statistics", "cross_entropy_grad",
 }  # fmt: skip
