@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import Precision, by_class, microbatches, replayed
-from flatfsdp.comm.collectives import all_to_all, reduce_scatter
+from flatfsdp.comm.collectives import exchange_rows, reduce_scatter
 from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.whole.units import distinct_units
@@ -123,9 +123,10 @@ def _reductions(rank: Rank, job: Job, size: int, wire: str) -> Row:
     numel = -(-size // (4 * multiple)) * multiple
     torch.manual_seed(SEED + rank.index)
     grad = torch.randn(numel, device=rank.device)
-    rows = torch.empty(numel, dtype=dtype, device=rank.device)
+    rows = torch.empty(rank.world - 1, numel // rank.world, dtype=dtype, device=rank.device)
     shard = torch.empty(numel // rank.world, dtype=dtype, device=rank.device)
     wide = shard.float()
+    parts, own = grad.view(rank.world, -1), rank.index
 
     def library() -> None:
         reduce_scatter(shard, grad.to(dtype), ranks, mean=True)
@@ -133,19 +134,19 @@ def _reductions(rank: Rank, job: Job, size: int, wire: str) -> Row:
             wide.copy_(shard)
 
     def lanes() -> None:
-        all_to_all(rows, grad.to(dtype), ranks)
-        add_rows(wide, rows.view(rank.world, -1), first=True)
+        slices = (part for part in (parts[:own], parts[own + 1 :]) if len(part))
+        exchange_rows(rows, [row for part in slices for row in part.to(dtype)], ranks)
+        add_rows(wide, rows, parts[own], own, first=True)
 
     lanes()
     others = [torch.empty_like(grad) for _ in range(rank.world)]
     dist.all_gather(others, grad)
-    own = slice(rank.index * len(wide), (rank.index + 1) * len(wide))
-    expected = others[0][own].to(dtype).float()
-    for other in others[1:]:
-        expected += other[own].to(dtype).float()
+    expected, *addends = (other.view(rank.world, -1)[own].to(dtype).float() for other in others)
+    for addend in addends:
+        expected += addend
     if not torch.equal(wide, expected):
         raise RuntimeError("the sum of the rows is not the one in the order of lanes")
-    del others, expected
+    del others, expected, addends
     ms, lanes_ms = _by_turns(rank, job, (library, lanes), CALLS)
     nbytes = numel * dtype.itemsize * (rank.world - 1) // rank.world
     return Row(f"gradient, {size >> 20} MiB", wire, ms, lanes_ms, nbytes)

@@ -5,6 +5,7 @@ Next: `engine/storage/group.py` gathers and `engine/step/reduce.py` reduces with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -107,9 +108,26 @@ def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> 
     _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
 
 
-def all_to_all(rows: Tensor, full: Tensor, ranks: Ranks) -> None:
-    """Sets row r of `rows` to this rank's part of rank r's `full`; both are contiguous and of one size."""
-    dist.all_to_all_single(rows.view(-1), full.view(-1), group=ranks.group)
+def exchange_rows(received: Tensor, sent: Sequence[Tensor], ranks: Ranks) -> None:
+    """Sends every other rank one row, and receives one from each.
+
+    Args:
+        received: [ranks - 1, n], contiguous: row i becomes what the i-th of the other ranks has sent here.
+        sent: what the i-th of the other ranks gets: [n], contiguous.
+    """
+    own = ranks.rank
+    if uses_nccl(ranks, received.device):
+        # It would copy what a rank sends to itself.
+        nothing = received.new_empty(0)
+        everyones = [*received[:own], nothing, *received[own:]]
+        dist.all_to_all(everyones, [*sent[:own], nothing, *sent[own:]], group=ranks.group)
+        return
+    # All of one length, also what a rank sends to itself.
+    others = torch.stack([*sent[:own], sent[0], *sent[own:]])
+    rows = torch.empty_like(others)
+    dist.all_to_all_single(rows.view(-1), others.view(-1), group=ranks.group)
+    received[:own].copy_(rows[:own])
+    received[own:].copy_(rows[own + 1 :])
 
 
 def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:

@@ -4,27 +4,30 @@ In:   full-size gradients of the lane that each rank has just worked through (`M
 Out:  this rank's shard of their sum over all lanes of the step, with the same bits on any number of ranks.
 Next: `comm/lanes.py` has the order; `sum_over_ranks.py` does the same in the library's order.
 
-    main_grad --all-to-all inside the shard group--> rows, one a lane, of this rank's shard
+    main_grad --exchanged inside the shard group--> rows, one a lane, of this rank's shard
               --added in order--> block_grad, the lanes of one block so far
-              --all-to-all across replicas--> rows, one a block, of this rank's part of the shard
+              --exchanged across replicas--> rows, one a block, of this rank's part of the shard
               --added in order--> partial_grad
               --all-gather across replicas, in the last turn--> the whole shard's gradient
 
-What travels is rounded to `precision.reduce` on every rank, also on one that sends nothing: a single rank has
-to compute the same bits.  Sums are in `precision.accumulate`.  A reduce-scatter sends as many bytes.
+A rank's own row stays where it is.  Rows are rounded to `precision.reduce`, the own one, too: a single
+rank, which sends nothing, has to compute the same bits.  Sums are in `precision.accumulate`.  A
+reduce-scatter sends as many bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.collectives import all_gather, all_to_all
+from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import Shared
@@ -48,6 +51,27 @@ def sums_of_lanes(group: FlatGroup) -> tuple[Tensor, Tensor] | None:
     return torch.empty(partial, dtype=dtype, device=device), torch.empty(block, dtype=dtype, device=device)
 
 
+class Rows(NamedTuple):
+    """Rows to be added in their order.
+
+    Attributes:
+        received: [k, n], in the dtype that they were sent in.
+        own: this rank's own, [n], not rounded yet; None if it is not among them.
+        place: number of rows before it.
+    """
+
+    received: Tensor
+    own: Tensor | None = None
+    place: int = 0
+
+    def of_block(self, first: int, size: int) -> Rows:
+        """The rows [first, first + size), of all with the own one."""
+        # From its place on, a row's number is greater by one than its index among those received.
+        start, stop = (end - (end > self.place) for end in (first, first + size))
+        is_inside = first <= self.place < first + size
+        return Rows(self.received[start:stop], self.own if is_inside else None, self.place - first)
+
+
 class LaneSum(SumOverRanks):
     """Sums of one model's gradients in the order of lanes."""
 
@@ -56,42 +80,47 @@ class LaneSum(SumOverRanks):
         self._final: dict[FlatGroup, Tensor | None] = {}
 
     def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
-        """Memory for the rows of this turn, one for each lane that the shard's ranks have worked through."""
+        """Memory for the rows of this turn that other ranks have: one for each of their lanes."""
         self._final[group] = kept
-        if group.grid.shard.size == 1:
-            return flat
-        return flat.new_empty(flat.numel(), dtype=group.unit.policy.precision.reduce)
+        return _memory_for_rows(group, flat, group.grid.shard)
 
     def add(self, groups: Groups, flats: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
         """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
-        first = groups[0]
-        ranks = self._grids[first].shard
-        payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
-        rows = payloads
-        if ranks.size > 1:
-            rows = memory
-            with self.sending(first, payloads, ranks):
-                for received, payload in zip(rows, payloads, strict=True):
-                    all_to_all(received, payload, ranks)
-        return [
-            self._folded(group, each.view(ranks.size, -1)) for group, each in zip(groups, rows, strict=True)
-        ]
+        rows = self._exchanged(groups[0], flats, memory, self._grids[groups[0]].shard)
+        return [self._folded(group, each) for group, each in zip(groups, rows, strict=True)]
 
-    def _folded(self, group: FlatGroup, lanes_in_rows: Tensor) -> Tensor:
+    def _exchanged(
+        self, group: FlatGroup, flats: Sequence[Tensor], memory: Sequence[Tensor], ranks: Ranks
+    ) -> list[Rows]:
+        """Sends all ranks their parts of these tensors, and receives this rank's part of theirs."""
+        own = ranks.rank
+        parts = [flat.view(ranks.size, -1) for flat in flats]
+        if ranks.size > 1:
+            dtype = group.unit.policy.precision.reduce
+            slices = [[part for part in (rows[:own], rows[own + 1 :]) if len(part)] for rows in parts]
+            sent = [[row for part in each for row in self.cast(part, dtype)] for each in slices]
+            with self.sending(group, sum(each.nbytes for each in memory), ranks, len(flats)):
+                for received, each in zip(memory, sent, strict=True):
+                    exchange_rows(received, each, ranks)
+        return [Rows(received, rows[own], own) for received, rows in zip(memory, parts, strict=True)]
+
+    def _folded(self, group: FlatGroup, rows: Rows) -> Tensor:
         """Adds the rows of one turn to what the step has so far."""
-        final = self._final.pop(group)
-        blocks = self._blocks(group, lanes_in_rows)
-        if blocks is None:
+        final, replicas = self._final.pop(group), self._grids[group].replicate
+        policy = group.unit.policy
+        assert policy.lanes is not None
+        block = policy.lanes.block
+        sums = rows.own if block == 1 else self._sums_of_blocks(group, rows, block)
+        if sums is None:
             assert group.block_grad is not None and not self._shared.microbatch.is_last
             return group.block_grad
-        replicas = self._grids[group].replicate
         if replicas.size > 1:
-            received = torch.empty_like(blocks)
-            with self.sending(group, [blocks], replicas):
-                all_to_all(received, blocks, replicas)
-            blocks = received.view(replicas.size, -1)
+            (rows,) = self._exchanged(group, [sums], [_memory_for_rows(group, sums, replicas)], replicas)
+        elif block > 1:
+            # Rounded as if replicas had sent them: all meshes have the same bits.
+            rows = Rows(self.cast(sums, policy.precision.reduce).view(-1, rows.received.shape[1]))
         kept = self._memory_of_sum(group, final)
-        total = group.partial_grad = self._added(group, group.partial_grad, blocks, kept)
+        total = group.partial_grad = self._added(group, group.partial_grad, rows, kept)
         # Its presence is a fact.
         group.state.changes += 1
         if not self._shared.microbatch.is_last:
@@ -121,33 +150,34 @@ class LaneSum(SumOverRanks):
         fits = final is not None and final.dtype == group.unit.policy.precision.accumulate
         return final if is_final and fits else None
 
-    def _blocks(self, group: FlatGroup, rows: Tensor) -> Tensor | None:
-        """Sums of the blocks that end in this turn, one a row; None if their block goes on."""
-        policy, shards = group.unit.policy, len(rows)
-        assert policy.lanes is not None
-        block = policy.lanes.block
-        if block == 1:
-            return rows
+    def _sums_of_blocks(self, group: FlatGroup, rows: Rows, block: int) -> Tensor | None:
+        """Sums of the blocks that end in this turn, one after the other; None if their block goes on."""
+        shards = 1 + len(rows.received)
         if shards >= block:
-            sums = torch.stack([self._added(group, None, each, None) for each in rows.split(block)])
-        else:
-            turns = block // shards
-            _, kept = group.kept_sums or (None, None)
-            total = group.block_grad = self._added(group, group.block_grad, rows, kept)
-            group.state.changes += 1
-            if self._shared.microbatch.turn % turns < turns - 1:
-                return None
-            group.block_grad = None
-            sums = total.view(1, -1)
-        # What replicas send each other, if there are any: rounded on all meshes alike.
-        return self.cast(sums, policy.precision.reduce)
+            blocks = (rows.of_block(first, block) for first in range(0, shards, block))
+            return torch.cat([self._added(group, None, each, None) for each in blocks])
+        _, kept = group.kept_sums or (None, None)
+        total = group.block_grad = self._added(group, group.block_grad, rows, kept)
+        group.state.changes += 1
+        turns = block // shards
+        if self._shared.microbatch.turn % turns < turns - 1:
+            return None
+        group.block_grad = None
+        return total
 
-    def _added(self, group: FlatGroup, total: Tensor | None, rows: Tensor, kept: Tensor | None) -> Tensor:
+    def _added(self, group: FlatGroup, total: Tensor | None, rows: Rows, kept: Tensor | None) -> Tensor:
         """Adds rows to a sum in their order; None begins one, in memory that is kept for it if any is."""
-        is_first = total is None
+        is_first, received = total is None, rows.received
         if total is None:
             dtype = group.unit.policy.precision.accumulate
-            total = rows.new_empty(rows.shape[1], dtype=dtype) if kept is None else kept
-        add_rows(total, rows, first=is_first)
-        self._shared.ledger.add("accumulate", rows.nbytes + (1 if is_first else 2) * total.nbytes)
+            total = received.new_empty(received.shape[1], dtype=dtype) if kept is None else kept
+        add_rows(total, *rows, first=is_first)
+        nbytes = received.nbytes + (0 if rows.own is None else rows.own.nbytes)
+        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * total.nbytes)
         return total
+
+
+def _memory_for_rows(group: FlatGroup, flat: Tensor, ranks: Ranks) -> Tensor:
+    """Memory for what the other ranks send of tensors as long as `flat`: a row each."""
+    dtype = group.unit.policy.precision.reduce
+    return flat.new_empty(ranks.size - 1, flat.numel() // ranks.size, dtype=dtype)

@@ -78,7 +78,8 @@ class SumOverRanks:
         if ranks.size == 1:
             return flats
         payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
-        with self.sending(first, payloads, ranks):
+        nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
+        with self.sending(first, nbytes, ranks, len(payloads)):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
         return shards
@@ -121,13 +122,12 @@ class SumOverRanks:
             all_reduce(tensor, ranks, mean=mean)
 
     @contextmanager
-    def sending(self, group: FlatGroup, payloads: Sequence[Tensor], ranks: Ranks) -> Iterator[None]:
-        """Context of one launch in which each rank sends every other one its part of these tensors."""
-        nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
+    def sending(self, group: FlatGroup, nbytes: int, ranks: Ranks, collectives: int) -> Iterator[None]:
+        """Context of one launch of these collectives, in which this rank sends so many bytes in all."""
         action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
         with (
             group.unit.moving("reduce_scatter", "reduce", nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device, len(payloads)),
+            launch(ranks, group.unit.identify(action), self._shared.device, collectives),
         ):
             yield
 

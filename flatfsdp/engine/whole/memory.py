@@ -195,7 +195,8 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
         sizes["main_grad"] = Size(padded, dtype, placement, main_grad is not None and main_grad.stays)
         if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
-            sizes["rows of lanes"] = Size(padded, group.unit.policy.precision.reduce, placement)
+            others = padded - master.flat.numel()
+            sizes["rows of lanes"] = Size(others, group.unit.policy.precision.reduce, placement)
         for name, length in zip(("sum of lanes", "sum of a block"), sizes_of_sums(group), strict=True):
             if length:
                 sizes[name] = Size(length, dtype, placement, group.kept_sums is not None)
