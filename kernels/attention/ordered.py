@@ -14,6 +14,7 @@ turn's scores fill at most `WORKSPACE`.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 from functools import cache, lru_cache
@@ -83,6 +84,8 @@ def launch(
     turn = _groups_a_turn(query, key)
     for first in range(0, groups, turn):
         parts = [x.narrow(1, first * x.shape[1] // groups, turn * x.shape[1] // groups) for x in operands]
+        # One number a query: cuDNN reads it packed only.
+        parts[5] = parts[5].contiguous()
         plan = _plan(query.device, query.dtype, tuple(map(_layout, parts)), scale, is_causal)
         if plan is None:
             raise RuntimeError(
