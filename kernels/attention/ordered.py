@@ -151,6 +151,8 @@ def bindings() -> Any:
             error,
         )
         return None
+    # Plans that outlive the module are reported as leaks when the process ends.
+    atexit.register(_plan.cache_clear)
     _log.info(
         "Deterministic attention: cuDNN %d, through nvidia-cudnn-frontend %s", version, cudnn.__version__
     )
