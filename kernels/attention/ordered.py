@@ -84,8 +84,9 @@ def launch(
     turn = _groups_a_turn(query, key)
     for first in range(0, groups, turn):
         parts = [x.narrow(1, first * x.shape[1] // groups, turn * x.shape[1] // groups) for x in operands]
-        # One number a query: cuDNN reads it packed only.
-        parts[5] = parts[5].contiguous()
+        # One number a query, which cuDNN reads packed only; through one dimension, as a dimension of size one
+        # may have any stride.
+        parts[5] = parts[5].reshape(-1).view(parts[5].shape)
         plan = _plan(query.device, query.dtype, tuple(map(_layout, parts)), scale, is_causal)
         if plan is None:
             raise RuntimeError(
