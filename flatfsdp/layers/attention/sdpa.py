@@ -51,10 +51,11 @@ def attention(
         dropout: probability of dropping an attention weight.
         scale: default: 1 / sqrt(head_dim).
     """
-    if mask is None and dropout == 0 and _takes_ordered(query, key, value):
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        ordered: Tensor = _Ordered.apply(query, key, value, is_causal, scale)
-        return ordered
+    if mask is None and dropout == 0 and _wants_ordered():
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        if is_ordered(query, key, value, scale=factor, is_causal=is_causal):
+            ordered: Tensor = _Ordered.apply(query, key, value, is_causal, factor)
+            return ordered
     is_grouped = key.shape[1] != query.shape[1]
     if is_grouped and query.is_cuda and (mask is not None or not _takes_groups(query, key, value, is_causal)):
         # A real copy: the efficient backend is wrong on heads of stride 0 (pytorch issue 191937).
@@ -81,13 +82,12 @@ def _takes_groups(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) ->
     )
 
 
-def _takes_ordered(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _wants_ordered() -> bool:
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
         and not torch.compiler.is_compiling()
         and torch.backends.cuda.cudnn_sdp_enabled()
-        and is_ordered(query, key, value)
     )
 
 

@@ -265,7 +265,7 @@ def test_deterministic_attention_takes_the_ordered_backward(
         scores = (scale * q @ k.transpose(-1, -2)).masked_fill(~TRIANGLE, -torch.inf)
         return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
-    monkeypatch.setattr(sdpa, "is_ordered", lambda *parts: True)
+    monkeypatch.setattr(sdpa, "is_ordered", lambda *parts, **named: True)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
     called = []
     backward = sdpa.attention_backward
