@@ -158,6 +158,9 @@ class _Wanted(NamedTuple):
     scale: float
     is_causal: bool
 
+    def __str__(self) -> str:
+        return f"Deterministic attention of query {self.layouts[0].shape} and key {self.layouts[1].shape}"
+
 
 class _Plan:
     """A backward that cuDNN has prepared.
@@ -202,7 +205,7 @@ class _Context:
             if plan is not None and plan.has_run:
                 return plan
             if torch.cuda.is_current_stream_capturing():
-                _log.info("Deterministic attention of %s: captured before it has run", wanted.layouts)
+                _log.info("%s: flash attention's in a CUDA graph, as it has not run before", wanted)
                 return None
             if wanted not in self._plans:
                 self._plans[wanted] = _built(wanted, self._handle)
@@ -276,7 +279,7 @@ def _built(wanted: _Wanted, handle: Any) -> _Plan | None:
         graph.check_support()
         graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        _log.warning("Deterministic attention of %s: flash attention's (%s)", wanted.layouts, error)
+        _log.warning("%s: flash attention's backward, as cuDNN has none (%s)", wanted, error)
         return None
     return _Plan(graph, [*inputs, *outputs])
 

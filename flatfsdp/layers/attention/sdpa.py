@@ -84,9 +84,9 @@ def _takes_groups(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) ->
 
 def _wants_ordered() -> bool:
     return (
-        torch.are_deterministic_algorithms_enabled()
+        not torch.compiler.is_compiling()
+        and torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
-        and not torch.compiler.is_compiling()
         and torch.backends.cuda.cudnn_sdp_enabled()
     )
 
