@@ -49,6 +49,8 @@ setup(
     extras_require={
         "cli": CLI,
         "cuda": ["triton>=3.6", "nvmath-python>=1.0"],
+        # cuDNN's ordered backward of attention, under torch.use_deterministic_algorithms(True).
+        "deterministic": ["nvidia-cudnn-frontend>=1.32"],
         # Hugging Face models and programs with Trainer or Accelerator; PEFT and TRL bring themselves.
         "hf": ["transformers>=5.17,<6", "accelerate>=1.15,<2"],
         "test": [

@@ -6,8 +6,9 @@
                         Hopper for lengths of 64 modulo 128 (pytorch issue 196678)
 
 Backends that the user has disabled stay disabled.  Under torch.use_deterministic_algorithms(True) torch
-skips cuDNN.  cuDNN, flash and all CPU backends accept fewer heads of key and value than of query (GQA);
-for the others the heads are repeated.
+skips cuDNN; with nvidia-cudnn-frontend, attention without mask and dropout is nevertheless cuDNN's, with its
+ordered backward (`kernels/attention/ordered.py`).  cuDNN, flash and all CPU backends accept fewer heads of
+key and value than of query (GQA); for the others the heads are repeated.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flatfsdp.kernels.attention.ordered import attention_backward, is_ordered
 
 _HOPPER = (9, 0)
 
@@ -46,6 +51,11 @@ def attention(
         dropout: probability of dropping an attention weight.
         scale: default: 1 / sqrt(head_dim).
     """
+    if mask is None and dropout == 0 and _wants_ordered():
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        if is_ordered(query, key, value, scale=factor, is_causal=is_causal):
+            ordered: Tensor = _Ordered.apply(query, key, value, is_causal, factor)
+            return ordered
     is_grouped = key.shape[1] != query.shape[1]
     if is_grouped and query.is_cuda and (mask is not None or not _takes_groups(query, key, value, is_causal)):
         # A real copy: the efficient backend is wrong on heads of stride 0 (pytorch issue 191937).
@@ -70,6 +80,39 @@ def _takes_groups(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) ->
     return torch.backends.cuda.can_use_cudnn_attention(params) or torch.backends.cuda.can_use_flash_attention(
         params
     )
+
+
+def _wants_ordered() -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+    )
+
+
+class _Ordered(torch.autograd.Function):
+    """cuDNN's attention, whose forward repeats its bits in any case, with its ordered backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
+        # The operator itself, as `scaled_dot_product_attention` would skip cuDNN.
+        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        logsumexp = logsumexp.view(*query.shape[:3], 1)
+        grads = attention_backward(
+            query, key, value, out, grad, logsumexp, scale=ctx.scale, is_causal=ctx.is_causal
+        )
+        return *grads, None, None
 
 
 _IS_ON: dict[SDPBackend, Callable[[], bool]] = {

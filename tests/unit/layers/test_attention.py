@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,3 +253,31 @@ def _backends_in_order() -> list[SDPBackend]:
     """The enabled backends, in torch's order."""
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
     return [backend for backend in order if sdpa._IS_ON.get(backend, lambda: False)()]
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_deterministic_attention_takes_the_ordered_backward(
+    is_strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward is a stand-in for cuDNN's, which returns the logarithm of each query's sum, too."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> tuple[Tensor, Tensor]:
+        scores = (scale * q @ k.transpose(-1, -2)).masked_fill(~TRIANGLE, -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    monkeypatch.setattr(sdpa, "is_ordered", lambda *parts, **named: True)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    called = []
+    backward = sdpa.attention_backward
+    monkeypatch.setattr(
+        sdpa, "attention_backward", lambda *args, **named: called.append(1) or backward(*args, **named)
+    )
+    inputs = [plain.leaf(BATCH, HEADS, SEQ, DIM) for _ in range(3)]
+    torch.use_deterministic_algorithms(is_strict)
+    try:
+        ours = partial(sdpa.attention, mask=None, is_causal=True, dropout=0.0, scale=None)
+        expected = partial(F.scaled_dot_product_attention, is_causal=True)
+        plain.same_gradients(ours, expected, inputs, BOUND)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert bool(called) == is_strict
