@@ -85,11 +85,15 @@ class Lanes:
         """Number of lanes that each rank works through in a step."""
         return self.number // grid.num_ranks
 
+    def turns_of_block(self, grid: Grid) -> int:
+        """Number of turns, at least one, in which the ranks that share a shard work through a block."""
+        return max(1, self.block // grid.shard.size)
+
     def lane(self, grid: Grid, turn: int) -> int:
         """The lane that this rank works through in a turn."""
         if grid.replicate.size == 1:
             return turn * grid.shard.size + grid.shard.rank
-        block, turn_of_block = divmod(turn, self.block // grid.shard.size)
+        block, turn_of_block = divmod(turn, self.turns_of_block(grid))
         block = block * grid.replicate.size + grid.replicate.rank
         return block * self.block + turn_of_block * grid.shard.size + grid.shard.rank
 

@@ -132,11 +132,13 @@ def test_the_ordered_backward_in_a_cuda_graph(
     if in_turns:
         monkeypatch.setattr(ordered, "WORKSPACE", 1)
     ordered._expected.cache_clear()
-    inputs, grad = random_parts(batch, 4, 2, 256, 256, 64)
-    eager = gradients(inputs, grad)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # Leaves belong to the stream that first uses them, which a capture on another one would make wait.
+    with torch.cuda.stream(stream):
+        inputs, grad = random_parts(batch, 4, 2, 256, 256, 64)
+        eager = gradients(inputs, grad)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         out = attend(*inputs)
         recorded = torch.autograd.grad(out, inputs, grad)
     assert is_ordered(out)
@@ -150,15 +152,16 @@ def test_the_ordered_backward_in_a_cuda_graph(
 
 @NEEDS_CUDNN
 def test_what_is_captured_before_it_has_run_takes_flash_attention(strict: None) -> None:
-    inputs, grad = random_parts(1, 4, 2, 384, 384, 64)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        flash = gradients(inputs, grad)
+        with torch.cuda.stream(stream):
+            inputs, grad = random_parts(1, 4, 2, 384, 384, 64)
+            flash = gradients(inputs, grad)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         recorded = gradients(inputs, grad)
     graph.replay()
     assert all(map(torch.equal, flash, recorded))

@@ -145,7 +145,7 @@ class Surroundings:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            torch.are_deterministic_algorithms_enabled(),
+            torch.get_deterministic_debug_mode(),
             allows_tf32(),
             None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
             # The last microbatch of a step updates them together.

@@ -27,6 +27,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
@@ -107,18 +108,17 @@ class LaneSum(SumOverRanks):
     def _folded(self, group: FlatGroup, rows: Rows) -> Tensor:
         """Adds the rows of one turn to what the step has so far."""
         final, replicas = self._final.pop(group), self._grids[group].replicate
-        policy = group.unit.policy
-        assert policy.lanes is not None
-        block = policy.lanes.block
-        sums = rows.own if block == 1 else self._sums_of_blocks(group, rows, block)
+        lanes = group.unit.policy.lanes
+        assert lanes is not None
+        sums = rows.own if lanes.block == 1 else self._sums_of_blocks(group, rows, lanes)
         if sums is None:
             assert group.block_grad is not None and not self._shared.microbatch.is_last
             return group.block_grad
         if replicas.size > 1:
             (rows,) = self._exchanged(group, [sums], [_memory_for_rows(group, sums, replicas)], replicas)
-        elif block > 1:
+        elif lanes.block > 1:
             # Rounded as if replicas had sent them: all meshes have the same bits.
-            rows = Rows(self.cast(sums, policy.precision.reduce).view(-1, rows.received.shape[1]))
+            rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
         kept = self._memory_of_sum(group, final)
         total = group.partial_grad = self._added(group, group.partial_grad, rows, kept)
         # Its presence is a fact.
@@ -150,16 +150,15 @@ class LaneSum(SumOverRanks):
         fits = final is not None and final.dtype == group.unit.policy.precision.accumulate
         return final if is_final and fits else None
 
-    def _sums_of_blocks(self, group: FlatGroup, rows: Rows, block: int) -> Tensor | None:
+    def _sums_of_blocks(self, group: FlatGroup, rows: Rows, lanes: Lanes) -> Tensor | None:
         """Sums of the blocks that end in this turn, one after the other; None if their block goes on."""
-        shards = 1 + len(rows.received)
-        if shards >= block:
-            blocks = (rows.of_block(first, block) for first in range(0, shards, block))
+        shards, turns = 1 + len(rows.received), lanes.turns_of_block(group.grid)
+        if turns == 1:
+            blocks = (rows.of_block(first, lanes.block) for first in range(0, shards, lanes.block))
             return torch.cat([self._added(group, None, each, None) for each in blocks])
         _, kept = group.kept_sums or (None, None)
         total = group.block_grad = self._added(group, group.block_grad, rows, kept)
         group.state.changes += 1
-        turns = block // shards
         if self._shared.microbatch.turn % turns < turns - 1:
             return None
         group.block_grad = None

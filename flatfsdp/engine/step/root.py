@@ -122,7 +122,7 @@ class Root:
         lanes, microbatch = self.unit.policy.lanes, self.microbatch
         if lanes is None:
             return None
-        turns_of_block = max(1, lanes.block // self.unit.grid.shard.size)
+        turns_of_block = lanes.turns_of_block(self.unit.grid)
         block, turn_of_block = divmod(microbatch.turn, turns_of_block)
         ends_block = microbatch.ends_turn and turn_of_block == turns_of_block - 1
         return microbatch.begins_turn, microbatch.ends_turn, block == 0, turn_of_block == 0, ends_block
