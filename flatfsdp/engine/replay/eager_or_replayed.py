@@ -31,7 +31,6 @@ from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.replay.cuda_graphs import Graphs, RandomMoves, graphs_on
 from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
-from flatfsdp.engine.step.lane_sum import sums_of_lanes
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
@@ -84,7 +83,7 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     Raises:
         TypeError: if the model is not a unit.
         ValueError: if it has settings that cannot be recorded: `optimize_backward_concat=False`,
-            `grad_sync="every"`, `cpu_offload`, tensor parallelism.
+            `cpu_offload`, tensor parallelism.
     """
     return Replayed(model, microbatch)
 
@@ -296,8 +295,10 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
         if group.main_grad is not None:
             group.kept_grad = group.kept_grad or KeptGrad(group.master)
             if of_sums:
-                group.main_grad.stay()
-                group.kept_sums = group.kept_sums or sums_of_lanes(group)
+                group.keep_sums()
+                # Otherwise it lives within one microbatch, in the graph's pool.
+                if not root.reduces_every:
+                    group.main_grad.stay()
         if not group.unit.policy.reshard_after_forward:
             if group.buffer is not None:
                 group.buffer.stay()
@@ -360,7 +361,6 @@ def _checked(model: nn.Module) -> UnitModule:
         policy = unit.fsdp_state.policy
         refused = {
             "optimize_backward_concat=False": not policy.optimize_backward_concat,
-            'grad_sync="every"': policy.grad_sync == "every",
             "cpu_offload": policy.cpu_offload,
             "tp_group": unit.fsdp_state.grid.tensor.size > 1,
         }

@@ -190,7 +190,9 @@ class Surroundings:
                 return "modules have hooks, which would not run in replays"
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
-        trained = (group.kept_grad for group in self.root.groups if is_last and group.trains)
+        # Earlier microbatches may begin the sum in the same memory.
+        is_reduced = is_last or self.root.reduces_early
+        trained = (group.kept_grad for group in self.root.groups if is_reduced and group.trains)
         if any(kept is not None and kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None

@@ -47,9 +47,9 @@ class RestoredState:
             yield
         of_groups = zip(root.groups, facts_of(root), found, strict=True)
         self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
-        # Sums of lanes, in fixed memory or not there, and scales that wait for the end of the step.
-        of_lanes = root.groups if root.place is not None else ()
-        self._sums = [(group, group.partial_grad, group.block_grad) for group in of_lanes]
+        # Sums over ranks, in fixed memory or not there, and scales that wait for the end of the step.
+        summed = root.groups if root.reduces_early else ()
+        self._sums = [(group, group.partial_grad, group.block_grad) for group in summed]
         self._held = {scaling: group for scaling, group in scales.held.items() if scaling not in held}
         self.scalings: list[Scaling] = scales.noted
         self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]

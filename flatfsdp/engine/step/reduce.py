@@ -71,7 +71,7 @@ class _Reduction(NamedTuple):
 
     reduced: dict[FlatGroup, Tensor]
     """Final gradients; none in a backward before the last one, whose sums stay in `partial_grad`."""
-    kept: list[Tensor | None]
+    read: list[Tensor | None]
     """Tensors that the stream still reads; freed now, the compute stream would reuse their memory at once."""
     done: torch.cuda.Event | None
 
@@ -164,17 +164,14 @@ class Reducer:
             self._retire()
         flats = [main_grad.take() for group in groups if (main_grad := group.main_grad) is not None]
         # Allocated on the compute stream, which uses them in the end.
-        memory = [
-            self._sum.memory_for(group, flat, self._kept_for(group))
-            for group, flat in zip(groups, flats, strict=True)
-        ]
+        kept = [self._kept_for(group) for group in groups]
+        memory = [self._sum.memory_for(*each) for each in zip(groups, flats, kept, strict=True)]
         # Taken before the partial sums are replaced: the stream reads these, too.
-        kept = [*flats, *memory, *(group.partial_grad for group in groups)]
+        read = [*flats, *memory, *(group.partial_grad for group in groups)]
         with self._stream.after_compute():
-            sums = self._sum.add(groups, flats, memory)
-        kept += sums
+            sums = self._sum.add(groups, flats, memory, kept)
         reduced = dict(zip(groups, sums, strict=True)) if self._shared.microbatch.is_last else {}
-        self._in_flight.append(_Reduction(reduced, kept, self._stream.mark()))
+        self._in_flight.append(_Reduction(reduced, [*read, *sums], self._stream.mark()))
 
     def _kept_for(self, group: FlatGroup) -> Tensor | None:
         """Memory that the optimizer will read, unless a backward around this one has reduced into it already.
@@ -198,8 +195,8 @@ class Reducer:
             kept = _kept(group)
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
-            elif kept is None and group.kept_sums is not None:
-                # The next step's lanes are added up in this memory.
+            elif kept is None and group.kept_sums is not None and grad is group.kept_sums.partial:
+                # The next step's gradients are added up in this memory.
                 grad = grad.clone()
             self._reduced[group] = grad
 

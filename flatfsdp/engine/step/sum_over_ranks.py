@@ -25,6 +25,7 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import Shared
+from flatfsdp.kernels.grad.add_rows import add_rows
 
 Groups = Sequence[FlatGroup]
 """The groups of a unit, or those of them that are reduced together."""
@@ -53,22 +54,28 @@ class SumOverRanks:
         if group.grid.shard.size == 1:
             return flat
         dtype = group.unit.policy.precision.reduce
-        if kept is not None and kept.dtype == dtype and self._shared.microbatch.is_last:
+        # Otherwise it is added to a sum that is there.
+        if kept is not None and kept.dtype == dtype and group.partial_grad is None:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
-    def add(self, groups: Groups, flats: list[Tensor], memory: list[Tensor]) -> list[Tensor]:
+    def add(
+        self, groups: Groups, flats: Sequence[Tensor], memory: Sequence[Tensor], kept: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """Adds up one backward's gradients; in the last one the results are final.  Collective.
 
         Args:
             groups: groups of one unit.
             flats: their full-size gradients, which may be overwritten.
             memory: what `memory_for` gave for each.
+            kept: what it was given.
         """
         sums = self._reduce_scatter(groups, flats, memory)
-        return [self._completed(group, each) for group, each in zip(groups, sums, strict=True)]
+        return [self._completed(*each) for each in zip(groups, sums, kept, strict=True)]
 
-    def _reduce_scatter(self, groups: Groups, flats: list[Tensor], shards: list[Tensor]) -> list[Tensor]:
+    def _reduce_scatter(
+        self, groups: Groups, flats: Sequence[Tensor], shards: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         first = groups[0]
         ranks, division = self._grids[first].shard, first.division
         if division is not None:
@@ -84,16 +91,18 @@ class SumOverRanks:
                 reduce_scatter(shard, payload, ranks, mean=division is None)
         return shards
 
-    def _completed(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+    def _completed(self, group: FlatGroup, reduced: Tensor, kept: Tensor | None) -> Tensor:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
-        is_last = self._shared.microbatch.is_last
-        if group.partial_grad is not None or not is_last:
+        is_last, total = self._shared.microbatch.is_last, group.partial_grad
+        if total is not None or not is_last:
+            memory = self.memory_of_sum(group, kept)
+            begins_it = total is None and (memory is None or memory is reduced)
             # In the dtype of accumulation, as a sum of microbatches.
-            reduced = self.cast(reduced, group.unit.policy.precision.accumulate)
-            if group.partial_grad is not None:
-                reduced = group.partial_grad.add_(reduced)
-                self._shared.ledger.add("accumulate", 3 * reduced.nbytes)
+            if not begins_it or reduced.dtype != group.unit.policy.precision.accumulate:
+                reduced = self.added(group, total, memory, reduced.view(1, -1))
             group.partial_grad = reduced
+            # Its presence is a fact.
+            group.state.changes += 1
         if not is_last:
             return reduced
         group.partial_grad = None
@@ -120,6 +129,36 @@ class SumOverRanks:
             launch(ranks, group.unit.identify(action), self._shared.device),
         ):
             all_reduce(tensor, ranks, mean=mean)
+
+    def memory_of_sum(self, group: FlatGroup, kept: Tensor | None) -> Tensor | None:
+        """Memory at a fixed address for `partial_grad`; None if there is none.
+
+        Args:
+            kept: memory that the optimizer will read, if that has a fixed address and is free.
+        """
+        if group.kept_sums is not None and group.kept_sums.partial is not None:
+            return group.kept_sums.partial
+        fits = kept is not None and kept.dtype == group.unit.policy.precision.accumulate
+        return kept if fits else None
+
+    def added(
+        self,
+        group: FlatGroup,
+        total: Tensor | None,
+        kept: Tensor | None,
+        rows: Tensor,
+        own: Tensor | None = None,
+        place: int = 0,
+    ) -> Tensor:
+        """Adds rows to a sum in their order, as `add_rows` does; None begins one, in memory kept for it."""
+        is_first = total is None
+        if total is None:
+            dtype = group.unit.policy.precision.accumulate
+            total = rows.new_empty(rows.shape[1], dtype=dtype) if kept is None else kept
+        add_rows(total, rows, own, place, first=is_first)
+        nbytes = rows.nbytes + (0 if own is None else own.nbytes)
+        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * total.nbytes)
+        return total
 
     @contextmanager
     def sending(self, group: FlatGroup, nbytes: int, ranks: Ranks, collectives: int) -> Iterator[None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ from flatfsdp.options import Division
 from flatfsdp.torch_private import shares_memory
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class KeptSums(NamedTuple):
+    """Memory at fixed addresses for `partial_grad` and `block_grad` of a group; None for what has none."""
+
+    partial: Tensor | None
+    block: Tensor | None
 
 
 def settle(groups: Iterable[FlatGroup]) -> None:
@@ -70,12 +78,12 @@ class FlatGroup:
         gathered_bytes: number of bytes that this rank receives in a gather.
         operands: what GEMMs read of the gathered parameters.
         main_grad: accumulated gradients; None as long as the group has not been trained.
-        partial_grad: sum that this step's earlier backwards have reduce-scattered, as long as the master
-            shard; None if there is none.  The last backward adds its own, and the sum is then reduced across
-            replicas.
+        partial_grad: sum that this step's earlier backwards have reduced, as long as the master shard, or
+            with lanes and replicas a part of it; None if there is none.  The last backward adds its own, and
+            the sum is then reduced across replicas.
         block_grad: with lanes, the sum of a block whose lanes this step has not all reduced yet.
         kept_grad: memory of the reduced gradient, if that has a fixed address.
-        kept_sums: memory of `partial_grad` and `block_grad`, if that has fixed addresses.
+        kept_sums: memory of `partial_grad` and `block_grad`, if that has fixed addresses of its own.
         built_frozen: whether the group was frozen when it was built.
         division: divisors of gradients before and after the sum over ranks; None for the mean.
         params: the tensors that the module has, as `Leaves` or `Views`.
@@ -91,7 +99,7 @@ class FlatGroup:
         self.partial_grad: Tensor | None = None
         self.block_grad: Tensor | None = None
         self.kept_grad: KeptGrad | None = None
-        self.kept_sums: tuple[Tensor, Tensor] | None = None
+        self.kept_sums: KeptSums | None = None
         self._gathered: torch.cuda.Event | None = None
 
         policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()
@@ -297,6 +305,29 @@ class FlatGroup:
         """Whether its gradients have landed, or have still to land, in the running backward."""
         # A group that has joined the step may be frozen since.
         return self.state.takes_part and self.trains
+
+    @property
+    def lengths_of_sums(self) -> tuple[int, int]:
+        """Elements of `partial_grad` and `block_grad` that are memory beside the reduced gradient.
+
+        A sum that is as long as the reduced gradient, and of its dtype, becomes it in the end.
+        """
+        policy, lanes, numel = self.unit.policy, self.unit.policy.lanes, self.master.flat.numel()
+        if policy.grad_sync == "last" and (lanes is None or lanes.turns(self.grid) == 1):
+            return 0, 0
+        replicas = 1 if lanes is None else self.grid.replicate.size
+        becomes_it = replicas == 1 and self.master.grad_dtype == policy.precision.accumulate
+        has_blocks = lanes is not None and lanes.turns_of_block(self.grid) > 1
+        return 0 if becomes_it else numel // replicas, numel if has_blocks else 0
+
+    def keep_sums(self) -> None:
+        """Gives the sums that pass from backward to backward fixed addresses, for good."""
+        dtype, device = self.unit.policy.precision.accumulate, self.master.device
+        memory = (
+            torch.empty(numel, dtype=dtype, device=device) if numel else None
+            for numel in self.lengths_of_sums
+        )
+        self.kept_sums = self.kept_sums or KeptSums(*memory)
 
     def end_step(self) -> None:
         """Drops what belongs to the step that ends, reduced or abandoned; what was reduced is handed over."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.step.lane_sum import sizes_of_sums
 from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
@@ -114,9 +113,9 @@ _BUFFERS = (
     ("transposed weights", "FP8Weights", "unshard for backward to reshard"),
     ("main_grad", "MainGrad", "first gradient to reduction"),
     ("rows of lanes", "LaneSum", "reduction"),
-    ("sum of lanes", "FlatGroup", "first lane to last"),
+    ("partial gradient", "FlatGroup", "first reduction to last"),
     ("sum of a block", "FlatGroup", "its first lane to its last"),
-    ("reduced gradient", "MasterShard", "reduction to zero_grad"),
+    ("reduced gradient", "MasterShard", "first reduction to zero_grad"),
 )
 """All buffers, in the order of the report: name, owner and lifetime."""
 
@@ -128,7 +127,8 @@ def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> Memory
     """See `FlatFSDP.memory_report`."""
     state = [] if optimizer is None else _state_of(root.groups, optimizer)
     frees = any(group.unit.policy.reshard_after_forward for group in root.groups)
-    report = report_of(sizes_of(root), state, units_ahead(root.unit.policy.prefetch) if frees else None)
+    ahead = units_ahead(root.unit.policy.prefetch) if frees else None
+    report = report_of(sizes_of(root), state, ahead, reduces_every=root.reduces_every)
     pools = [pool.nbytes for pool in root.pools if pool.nbytes]
     if not pools:
         return report
@@ -144,7 +144,7 @@ def units_ahead(prefetch: Prefetch) -> int:
 
 
 def report_of(
-    units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None
+    units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None, *, reduces_every: bool
 ) -> MemoryReport:
     """Makes a report of buffers of these sizes.
 
@@ -153,6 +153,7 @@ def report_of(
         state: sizes of the optimizer's state.
         ahead: number of units gathered beside the running one; None: all units stay gathered until the last
             microbatch.
+        reduces_every: whether each microbatch reduces its gradients, so that a few units have any.
     """
     of_units = [*units, [{"optimizer state": size} for size in state]]
     rows = []
@@ -166,6 +167,9 @@ def report_of(
             if ahead is not None and buffer in _GATHERED and not stays:
                 # The root's own stay from its forward to its backward.
                 at_a_time = each[0] + largest_window(each[1:], ahead)
+            if buffer == "main_grad" and reduces_every:
+                # Those under way, and those of the unit whose backward runs.
+                at_a_time = largest_window(each, MAX_IN_FLIGHT)
             if buffer == "rows of lanes":
                 at_a_time = largest_window(each, MAX_IN_FLIGHT - 1)
             name, life = (f"{buffer}, for replays", ALWAYS) if stays else (buffer, lives)
@@ -197,7 +201,7 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
             others = padded - master.flat.numel()
             sizes["rows of lanes"] = Size(others, group.unit.policy.precision.reduce, placement)
-        for name, length in zip(("sum of lanes", "sum of a block"), sizes_of_sums(group), strict=True):
+        for name, length in zip(("partial gradient", "sum of a block"), group.lengths_of_sums, strict=True):
             if length:
                 sizes[name] = Size(length, dtype, placement, group.kept_sums is not None)
         if not master.is_offloaded:

@@ -292,12 +292,16 @@ def test_units_on_other_meshes() -> None:
 
 @on_ranks(2)
 def test_what_lanes_move() -> None:
-    """A turn sends as many bytes as a reduce-scatter, and nothing of a sum is left behind."""
+    """A turn sends as many bytes as a reduce-scatter, and nothing of a sum is left behind, which becomes the
+    gradient unless that has another dtype."""
     model = build(lanes=8)
     ledger = model.fsdp_state.shared.ledger
     padded = sum(group.layout.padded_numel(2) for group in groups_of(model))
     report = {row.buffer: row for row in model.memory_report().rows}
-    assert report["sum of lanes"].total == 4 * padded // 2 and "sum of a block" not in report
+    assert not {"partial gradient", "sum of a block"} & report.keys()
+    narrow = build(lanes=8, precision=Precision(param=torch.bfloat16, grad=torch.bfloat16))
+    (partial,) = [row for row in narrow.memory_report().rows if row.buffer == "partial gradient"]
+    assert partial.total == 4 * padded // 2
     assert 0 < report["rows of lanes"].at_a_time < report["rows of lanes"].total == 4 * padded // 2
     for turns_of in (0, 1):
         ledger.reset()

@@ -87,6 +87,8 @@ class Case(NamedTuple):
         built: what is done to the model before it is sharded.
         ready: what is done to it afterwards.
         spread: further options of sharding, made on the ranks.
+        reduces_every: gradients are reduced in each microbatch.
+        wire: what gradients are sent in.
     """
 
     name: str
@@ -99,6 +101,8 @@ class Case(NamedTuple):
     built: Change = nothing
     ready: Change = nothing
     spread: Callable[[], dict[str, Any]] = dict
+    reduces_every: bool = False
+    wire: torch.dtype = torch.float32
 
     @property
     def policy(self) -> WrapPolicy:
@@ -117,8 +121,10 @@ class Case(NamedTuple):
             precision=Precision(
                 compute=torch.float32 if computes_in_fp32 else torch.bfloat16,
                 fp8_weights=CurrentScaling() if self.stores else None,
+                reduce=self.wire,
             ),
             reshard_after_forward=self.reshard,
+            grad_sync="every" if self.reduces_every else "last",
             debug=Debug(poison_on_free=self.poison),
             **self.spread(),
         )
@@ -165,6 +171,12 @@ CASES = [
         Case(f"stored {reshard}", reshard, count, SHORT, stores=True)
         for reshard, count in ((True, 1), (False, 3))
     ),
+    *(
+        Case(f"every {reshard} {count}", reshard, count, reduces_every=True)
+        for reshard, count in ((True, 4), (False, 2))
+    ),
+    Case("every, poison, bf16 sent", True, 3, poison=True, reduces_every=True, wire=torch.bfloat16),
+    Case("every, stored, bf16 sent", False, 3, SHORT, stores=True, reduces_every=True, wire=torch.bfloat16),
 ]
 
 _SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
