@@ -23,9 +23,9 @@ from flatfsdp.contract.recipe import CurrentScaling
 
 logger = logging.getLogger(__name__)
 
-GradSync = Literal["last", "every"]
-"""When gradients are reduce-scattered: in the last microbatch's backward, or in every one's.  Replicas are
-reduced in the last one either way."""
+GradSync = Literal["last", "every", "auto"]
+"""When gradients are reduce-scattered: in the last microbatch's backward, or in every one's; "auto" is one of
+the two.  Replicas are reduced in the last one either way."""
 
 
 @answering(DTYPES)
@@ -185,8 +185,8 @@ class Policy:
             if not isinstance(value := getattr(self, name), kind):
                 raise TypeError(f"{name} is {value!r}; pass {kind.__name__}(...)")
         object.__setattr__(self, "lanes", Lanes.of(self.lanes))
-        if self.lanes is not None and self.grad_sync == "every":
-            raise ValueError('lanes say when gradients are reduced; leave out grad_sync="every"')
+        if self.lanes is not None and self.grad_sync != "last":
+            raise ValueError(f'lanes say when gradients are reduced; leave out grad_sync="{self.grad_sync}"')
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")
 
@@ -253,7 +253,8 @@ class Options(TypedDict, total=False):
         grad_sync: "last", the default, reduce-scatters gradients in the last microbatch's backward; "every"
             does so in each microbatch's, which needs no full-size gradient buffer in between and moves M
             times the bytes for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward
-            either way.
+            either way.  "auto" is "every" if with "last" too little of the GPU's memory were left for
+            activations, see `engine/whole/grad_sync.py`; it says once what it has chosen.
         lanes: None, the default, lets the communication library choose in which order gradients are added.  A
             number, or `Lanes`, fixes the order, so that any number of ranks that divides it computes the same
             bits: see `comm/lanes.py`.  Gradients are then added and not averaged: divide each loss by the

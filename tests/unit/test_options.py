@@ -67,7 +67,12 @@ def test_prefetch_rejects_what_is_no_depth(field: str, depth: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "error", "message"),
     [
-        ("grad_sync", "LAST", ValueError, r"grad_sync is 'LAST'; it must be one of \('last', 'every'\)"),
+        (
+            "grad_sync",
+            "LAST",
+            ValueError,
+            r"grad_sync is 'LAST'; it must be one of \('last', 'every', 'auto'\)",
+        ),
         ("precision", torch.bfloat16, TypeError, r"precision is torch\.bfloat16; pass Precision\("),
         ("prefetch", 2, TypeError, r"prefetch is 2; pass Prefetch\("),
         ("debug", True, TypeError, r"debug is True; pass Debug\("),

@@ -297,7 +297,7 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
             if of_sums:
                 group.keep_sums()
                 # Otherwise it lives within one microbatch, in the graph's pool.
-                if not root.reduces_every:
+                if not root.shared.reduces_every:
                     group.main_grad.stay()
         if not group.unit.policy.reshard_after_forward:
             if group.buffer is not None:

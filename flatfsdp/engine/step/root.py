@@ -75,8 +75,6 @@ class Root:
         self._weight_scales = weight_scales(self.groups)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], shared)
         self.gather_ranks = several(group.grid.shard for group in self.groups)
-        # Without sharding there is no shard to keep a sum in.
-        self.reduces_every = policy.grad_sync == "every" and any(g.grid.shard.size > 1 for g in self.groups)
         self.publish: Callable[[Sequence[Reduced]], None] = self.reducer.publish
         self._has_begun = False
         self.in_forward = False
@@ -114,12 +112,12 @@ class Root:
     @property
     def reduces(self) -> bool:
         """Whether gradients that land now are reduced in this backward."""
-        return self.reduces_every or self.microbatch.ends_turn
+        return self.shared.reduces_every or self.microbatch.ends_turn
 
     @property
     def reduces_early(self) -> bool:
         """Whether earlier backwards than the last one of a step reduce gradients, too."""
-        return self.reduces_every or self.microbatch.turns > 1
+        return self.shared.reduces_every or self.microbatch.turns > 1
 
     @property
     def place(self) -> Hashable:

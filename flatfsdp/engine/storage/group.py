@@ -313,7 +313,7 @@ class FlatGroup:
         A sum that is as long as the reduced gradient, and of its dtype, becomes it in the end.
         """
         policy, lanes, numel = self.unit.policy, self.unit.policy.lanes, self.master.flat.numel()
-        if policy.grad_sync == "last" and (lanes is None or lanes.turns(self.grid) == 1):
+        if not self.unit.shared.reduces_every and (lanes is None or lanes.turns(self.grid) == 1):
             return 0, 0
         replicas = 1 if lanes is None else self.grid.replicate.size
         becomes_it = replicas == 1 and self.master.grad_dtype == policy.precision.accumulate

@@ -42,6 +42,7 @@ class Shared:
         scales: scales of FP8 layers at the beginning of the step, which a skipped step gets back.
         identity: what collectives of the model carry; None before it is used.
         checks: whether collectives carry it.
+        reduces_every: whether each microbatch reduces its gradients; the last one of a step does anyway.
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class Shared:
     scales: StepScales = field(default_factory=StepScales)
     identity: ModelIdentity | None = None
     checks: bool = True
+    reduces_every: bool = False
 
     @cached_property
     def gather_stream(self) -> SideStream:

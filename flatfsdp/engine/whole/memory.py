@@ -17,6 +17,7 @@ from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
 from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.options import Prefetch
 
@@ -126,9 +127,9 @@ _GATHERED = ("flat buffer", "transposed weights")
 def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
     state = [] if optimizer is None else _state_of(root.groups, optimizer)
-    frees = any(group.unit.policy.reshard_after_forward for group in root.groups)
-    ahead = units_ahead(root.unit.policy.prefetch) if frees else None
-    report = report_of(sizes_of(root), state, ahead, reduces_every=root.reduces_every)
+    report = report_of(
+        sizes_of(root.units), state, units_gathered(root.units), reduces_every=root.shared.reduces_every
+    )
     pools = [pool.nbytes for pool in root.pools if pool.nbytes]
     if not pools:
         return report
@@ -141,6 +142,12 @@ def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> Memory
 def units_ahead(prefetch: Prefetch) -> int:
     """Largest number of units gathered ahead of the running one."""
     return max(prefetch.forward, prefetch.backward)
+
+
+def units_gathered(units: Sequence[Unit]) -> int | None:
+    """Number of units gathered beside the running one; None if all stay until the last microbatch."""
+    frees = any(unit.policy.reshard_after_forward for unit in units if unit.groups)
+    return units_ahead(units[0].policy.prefetch) if frees else None
 
 
 def report_of(
@@ -177,9 +184,9 @@ def report_of(
     return MemoryReport(tuple(rows))
 
 
-def sizes_of(root: Root) -> list[list[GroupSizes]]:
+def sizes_of(units: Sequence[Unit]) -> list[list[GroupSizes]]:
     """Sizes of the buffers of each unit's groups, the root's own first."""
-    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
+    return [[_sizes_of(group) for group in unit.groups] for unit in units]
 
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:

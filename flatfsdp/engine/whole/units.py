@@ -18,6 +18,7 @@ from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.engine.step.driven_unit import DrivenUnit
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.whole.grad_sync import chosen_grad_sync
 from flatfsdp.flat.layout import ParamSlot, Role
 
 
@@ -69,6 +70,11 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     outermost, groups = units[0], [group for unit in units for group in unit.groups]
     lines = [line for group in groups for line in _described(group)]
     shared, policy = outermost.shared, outermost.policy
+    grad_sync = chosen_grad_sync(units)
+    if policy.grad_sync == "auto":
+        lines.append(
+            f'grad_sync="auto" has chosen {grad_sync!r}; if GPUs have different memory, choose yourself'
+        )
     # Before the communicators below, which ranks with other models would make in other orders, and hang.
     number = check_same_on_all_ranks(lines, outermost.grid.dimensions, shared.device, policy.timeout)
     if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
@@ -88,6 +94,8 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
                     f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}; "
                     "pass the same to both"
                 )
+    # Without sharding there is no shard to keep a sum in.
+    shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
     return Root(units, number)
 
 

@@ -227,7 +227,7 @@ class _Run:
                     },
                     {moment: each[StepPlace(name, FORWARD)] for moment, each in moments.items()},
                 )
-                for name, of_unit, sizes in zip(self._names, groups, sizes_of(self._root), strict=True)
+                for name, of_unit, sizes in zip(self._names, groups, sizes_of(self._root.units), strict=True)
             ),
             static=static,
             given=given,

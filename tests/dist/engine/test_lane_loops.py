@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp import Lanes, microbatches, replayed
+from flatfsdp import Lanes, Precision, microbatches, replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import SHORT
@@ -99,6 +99,14 @@ def test_replayed_lanes_have_the_bits_of_eager_ones(
     for weights, replays in run_ranks(ranks, replaying, lanes, True, is_fp8, options):
         # After some eager steps and one that records, all are replayed.
         assert replays >= 2 * TOTAL // ranks
+        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_a_sum_wider_than_the_gradient_has_memory_of_its_own() -> None:
+    narrow = {"precision": Precision(param=torch.bfloat16)}
+    expected, _ = run_ranks(1, replaying, Lanes(12), False, False, narrow)[0]
+    for weights, replays in run_ranks(2, replaying, Lanes(12), True, False, narrow):
+        assert replays >= TOTAL
         assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
 
 

@@ -21,6 +21,7 @@ from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import SHORT, seeded
+from tests.support.meshes import HYBRID, placed
 from tests.support.models import update
 from tests.support.ranks import on_ranks
 from tests.support.replaying.cases import CASES, Case, Plain, batch, net
@@ -52,6 +53,12 @@ def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
     # Each kind is run twice or three times, as the first step finds what later ones do not, and recorded.
     kinds = min(case.count, 3)
     assert step.replays >= case.count * len(steps) - 4 * kinds
+
+
+@on_ranks(4)
+def test_a_hybrid_mesh_that_reduces_in_every_microbatch(rank: int) -> None:
+    case = Case("", True, 3, reduces_every=True, spread=partial(placed, HYBRID))
+    assert compare(case, rank, steps_of(case, steps=6)).replays > 0
 
 
 @on_ranks(2)
