@@ -24,7 +24,8 @@ from typing import Annotated, Any
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
-from lib.lanes_measured import WIRES, Job, Row, measure_all
+from lib.lanes_measured import Job, Row, measure_all
+from lib.reducing import WIRES
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
