@@ -117,7 +117,7 @@ def make_mesh(
 
     Args:
         pp: number of pipeline ranks.
-        dp_replicate: number of replicas of each set of shards.
+        dp_replicate: number of replicas of each set of shards; -1 for as many as there are ranks left.
         dp_shard: number of ranks that parameters are sharded over; -1 for all that are left.
         tp: number of ranks that share each layer.
         device_type: "cuda" or "cpu"; default: the device type of the default process group.

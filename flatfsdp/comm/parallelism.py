@@ -1,6 +1,6 @@
 """`Parallelism`: how ranks share a model, in numbers, for a mesh, a plan and a report alike.
 
-In:   sizes; that of the shards may be left to fill the ranks.
+In:   sizes; that of the shards, or of the replicas, may be left to fill the ranks.
 Out:  a `Parallelism`; no process group is needed.
 Next: `mesh.py` makes process groups for it.
 """
@@ -8,7 +8,7 @@ Next: `mesh.py` makes process groups for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -46,28 +46,34 @@ class Parallelism:
             object.__setattr__(self, "sequence_parallel", False)
 
     @staticmethod
-    def over(world: int, *, dp_shard: int = -1, **others: Any) -> Parallelism:
+    def over(world: int, *, dp_replicate: int = 1, dp_shard: int = -1, **others: Any) -> Parallelism:
         """Arranges `world` ranks.
 
         Args:
             world: number of ranks.
+            dp_replicate: number of replicas of each set of shards; -1 for as many as there are ranks left.
             dp_shard: number of ranks that parameters are sharded over; -1 for all that are left.
             others: the other attributes, by name.
 
         Raises:
-            ValueError: if a size is not positive, or the sizes do not give the number of ranks.
+            ValueError: if a size is not positive, both are -1, or the sizes do not give the number of ranks.
         """
-        rest = Parallelism(**others)
-        if dp_shard == -1:
+        sizes: dict[str, Any] = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+        fills = [name for name, size in sizes.items() if size == -1]
+        if len(fills) > 1:
+            raise ValueError("dp_replicate and dp_shard are both -1; pass one of them")
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"{name} is {size}; it has to be at least 1, or -1 for all ranks left")
+        for name in fills:
+            rest = Parallelism(**others, **{**sizes, name: 1})
             if world % rest.world:
                 raise ValueError(
-                    f"{_product({**rest.sizes, 'dp_shard': -1})} needs a multiple of {rest.world} ranks, "
+                    f"{_product({**rest.sizes, name: -1})} needs a multiple of {rest.world} ranks, "
                     f"and there are {world}"
                 )
-            dp_shard = world // rest.world
-        if dp_shard < 1:
-            raise ValueError(f"dp_shard is {dp_shard}; it has to be at least 1, or -1 for all ranks left")
-        found = replace(rest, dp_shard=dp_shard)
+            sizes[name] = world // rest.world
+        found = Parallelism(**others, **sizes)
         if (needed := found.world) != world:
             raise ValueError(
                 f"{_product(found.sizes)} needs {needed} ranks, and there are {world}; leave dp_shard out"

@@ -54,7 +54,9 @@ PP = Annotated[int, typer.Option(min=1, help="Pipeline ranks.")]
 OfPipeline = Annotated[ScheduleName, typer.Option("--schedule", help="Schedule of the pipeline.")]
 StagesPerRank = Annotated[int, typer.Option(min=2, help="Stages on each rank, with --schedule interleaved.")]
 DPShard = Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")]
-DPReplicate = Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")]
+DPReplicate = Annotated[
+    int, typer.Option(help="Replicas of each set of shards; -1, beside --dp-shard: all the others.")
+]
 Zero = Annotated[int, typer.Option(min=2, max=3, help="3 reshards parameters after forward.")]
 OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of GEMMs.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Run microbatches as CUDA graphs; on GPUs.")]

@@ -14,6 +14,25 @@ def test_shards_fill_the_ranks_that_are_left() -> None:
     assert found == Parallelism(2, 2, 4, 4, True)
     assert (found.world, found.dp, found.sequence_ranks) == (64, 8, 4)
     assert Parallelism.over(12, dp_shard=6, tp=2) == Parallelism(dp_shard=6, tp=2)
+    for world in (8, 16):
+        found = Parallelism.over(world, dp_replicate=-1, dp_shard=4, tp=2)
+        assert found == Parallelism(dp_replicate=world // 8, dp_shard=4, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp_replicate": -1}, "dp_replicate and dp_shard are both -1; pass one of them"),
+        (
+            {"dp_replicate": -1, "dp_shard": 4},
+            r"dp_replicate \? x dp_shard 4 needs a multiple of 4 ranks, and",
+        ),
+        ({"dp_replicate": -2, "dp_shard": 4}, "dp_replicate is -2; it has to be at least 1, or -1 for all"),
+    ],
+)
+def test_sizes_that_do_not_give_the_ranks(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parallelism.over(6, **sizes)
 
 
 @pytest.mark.parametrize(
