@@ -179,36 +179,15 @@ def test_search_over_thousands_of_gpus_takes_seconds() -> None:
 
 def test_search_passes_over_sizes_that_fp8_cannot_have() -> None:
     """8160 is 510 times 16: two ranks can have half of it, but four no quarter."""
-    options = (
-        "--layers",
-        "2",
-        "--top",
-        "1",
-        "--search",
-        "--global-batch",
-        "64",
-        "--precision",
-        "fp8-delayed",
-        "--ffn",
-    )
+    sizes = ("--layers", "2", "--global-batch", "64", "--precision", "fp8-delayed")
+    options = ("--search", "--top", "1", *sizes, "--ffn")
     assert {each["ranks"]["tp"] for each in planned(*options, "8160")["found"]} <= {1, 2}
     check_refused("in_features is 8168", *options, "8168")
 
 
 def test_a_table_of_layouts() -> None:
-    options = (
-        "--search",
-        "--global-batch",
-        "64",
-        "--gpus",
-        "16",
-        "--preset",
-        "8b",
-        "--layers",
-        "4",
-        "--top",
-        "3",
-    )
+    sizes = ("--global-batch", "64", "--gpus", "16", "--preset", "8b", "--layers", "4")
+    options = ("--search", "--top", "3", *sizes)
     assert "tp 2 + SP" in run(*options).output or "dp_shard 16" in run(*options).output
     found = planned(*options)["found"]
     assert len(found) == 3
