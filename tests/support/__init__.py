@@ -11,6 +11,7 @@ How they run:
 Models, their data and their training:
     models              a small language model in FlatFSDP, what its training leaves, whether that is the same
     against_plain       the gradients of the plain model, and what FlatFSDP has in memory
+    lanes               layouts of ranks whose trainings have the same bits, and their data
     tp_models           a tensor-parallel model made by hand
     llamas, pipelines   a Llama, and a model in stages: with any ranks a dimension, or in one process
     fp8_layers          a model of FP8 layers on one process; fp8_training: over ranks

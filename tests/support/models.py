@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -167,6 +168,7 @@ def train_for_losses(model: Any, rank: int) -> list[Tensor]:
     return losses
 
 
+@functools.cache
 def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same training in one process, on every rank's data: rank 0's losses and the final state dict.
 

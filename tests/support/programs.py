@@ -19,6 +19,7 @@ from subprocess import CompletedProcess
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from flatfsdp.comm.launch import fork_server
@@ -29,6 +30,18 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 PRELOAD = ("flatfsdp.cli.app", "matplotlib.figure")
 """Modules that nearly all programs need; the first brings rich, too."""
+ECOSYSTEM = ("transformers.models.llama.modeling_llama", "transformers.trainer_callback")
+"""Most of what tests of the ecosystem need, without pyarrow, which starts a thread."""
+
+
+def forking() -> ForkServerContext:
+    """The context that starts all ranks and programs of tests.
+
+    Its server imports what they need once, where each of them would take seconds.
+    """
+    uses_ecosystem = any(name.startswith("tests.ecosystem.") for name in sys.modules)
+    # On a GPU its libraries might start CUDA, and a process that has done so must not fork.
+    return fork_server((*PRELOAD, *(ECOSYSTEM if uses_ecosystem and not torch.cuda.is_available() else ())))
 
 
 class Program:
@@ -57,7 +70,7 @@ class Program:
         self._processes = []
         for variables, *paths in zip(environments, *self._outputs, strict=True):
             arguments = (self._words, variables, paths)
-            self._processes.append(fork_server(PRELOAD).Process(target=_run, args=arguments))
+            self._processes.append(forking().Process(target=_run, args=arguments))
             self._processes[-1].start()
 
     def printed(self) -> tuple[str, str]:

@@ -39,7 +39,8 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from flatfsdp.comm.launch import fork_server, take_gpu
+from flatfsdp.comm.launch import take_gpu
+from tests.support.programs import forking
 
 _POOLS: dict[tuple[int, str], Pool] = {}
 _CACHED: list[Any] = []
@@ -169,7 +170,7 @@ def stop_pools() -> None:
 
 class Pool:
     def __init__(self, world_size: int, backend: str, patience: float) -> None:
-        context = fork_server()
+        context = forking()
         # Ranks that are killed leave it behind, so `stop` removes it.
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
         self._backend = backend

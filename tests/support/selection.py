@@ -20,6 +20,11 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 KERNELS = "tests/kernels/"
+OF_KERNELS = (
+    *("kernels", "tests/kernels", "tests/support/kernels", "tests/support/gpu/waiting.py"),
+    *("tests/support/assertions.py", "tests/support/plain_layers.py"),
+)
+"""Folders and files that the results of tests of kernels depend on."""
 CACHE = "flatfsdp/kernels"
 
 Pair = tuple[tuple[str, int], ...]
@@ -89,10 +94,16 @@ class PassedKernels:
             self._cache.set(CACHE, {"digest": self._digest, "passed": passed})
 
 
+def files_of_kernels() -> list[Path]:
+    """The Python files among `OF_KERNELS`."""
+    there = [ROOT / name for name in OF_KERNELS]
+    within = [path for folder in there for path in folder.rglob("*.py")]
+    return sorted([*within, *(path for path in there if path.is_file())])
+
+
 def _digest() -> str:
-    folders = ("kernels", "tests/kernels", "tests/support")
     found = sha256()
-    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+    for path in files_of_kernels():
         found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     try:
         triton = version("triton")

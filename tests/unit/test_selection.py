@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_every_pair_of_values_is_kept(tmp_path: Path) -> None:
         pairs = {tuple(repr(case[name]) for name in names) for case in cases["test_three"]}
         assert len(pairs) == values
     assert len({frozenset(combinations(case.items(), 2)) for case in cases["test_listed"]}) == 3
+
+
+def test_tests_of_kernels_import_only_what_changes_the_digest() -> None:
+    files = set(selection.files_of_kernels())
+    importing = re.compile(r"^ *from (tests\.support[.\w]*) import (\w+)", re.MULTILINE)
+    for path in files:
+        for module, name in importing.findall(path.read_text()):
+            imported = selection.ROOT / module.replace(".", "/")
+            imported = imported / f"{name}.py" if imported.is_dir() else imported.with_suffix(".py")
+            assert imported in files, f"{path} imports {imported}, which OF_KERNELS leaves out"
 
 
 def test_a_changed_kernel_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,15 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     "torch SGD": torch.optim.SGD,
 }
 EACH = pytest.mark.parametrize("kind", list(KINDS))
-FORMS = ["sharded", "full", "of rank 0", "torch.distributed.checkpoint", "own"]
 # Forms that go by names differ in how they travel, not in what the kind of optimizer has.
 FORMS_AND_KINDS = [
-    *((form, kind) for form in ("sharded", "full") for kind in KINDS),
-    *((form, kind) for form in FORMS[2:] for kind in ("SGD", "torch AdamW")),
+    *(("sharded", kind) for kind in KINDS),
+    ("full", "AdamW"),
+    ("full", "torch SGD"),
+    ("of rank 0", "SGD"),
+    ("torch.distributed.checkpoint", "torch AdamW"),
+    ("own", "SGD"),
+    ("own", "torch AdamW"),
 ]
 
 NEVER = ("blocks.0.up.weight", "blocks.1.", "head.bias")
@@ -168,8 +172,9 @@ def loaded(rank: int, world_size: int, folder: str, kind: str) -> list[dict[str,
     return states
 
 
-@EACH
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("AdamW", 2, 1), ("SGD", 1, 2), ("torch AdamW", 1, 2), ("torch SGD", 2, 1)]
+)
 def test_another_number_of_ranks_loads_the_same_states(
     tmp_path: Path, kind: str, before: int, after: int
 ) -> None:
@@ -178,8 +183,10 @@ def test_another_number_of_ranks_loads_the_same_states(
         assert all(equal(state, expected) for state in states)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "torch SGD"])
-@pytest.mark.parametrize("form", ["sharded", "full", "of rank 0"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("sharded", "AdamW"), ("sharded", "torch SGD"), ("full", "torch SGD"), ("of rank 0", "AdamW")],
+)
 @on_ranks(2)
 def test_a_parameter_without_dimensions_alone_has_states(
     rank: int, tmp_path: Path, kind: str, form: str

@@ -11,32 +11,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp import Precision, by_class, checkpoint, optim, shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager
 from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.comm.lanes import Lanes
 from tests.support.checkpoints import Model, equal, full_state
+from tests.support.lanes import OfStep, differing, microbatch
 from tests.support.meshes import HYBRID, placed
-from tests.support.models import VOCAB, Block, backward, plain_net, update
+from tests.support.models import Block, backward, plain_net, update
 from tests.support.ranks import on_ranks, run_ranks
 
 TOTAL = 12
 LANES = Lanes(12, block=2)
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 OPTIMIZERS: dict[str, Any] = {"torch's": torch.optim.AdamW, "ours": optim.AdamW}
-
-
-class OfStep(nn.Module):
-    """The share of one microbatch in the loss of a step."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens) / TOTAL
 
 
 class Run:
@@ -49,12 +39,9 @@ class Run:
         self.ema = EMA(self.model, 0.5)
 
     def train(self, *steps: int) -> None:
-        grid = self.model.fsdp_state.grid
-        numbers = range(TOTAL) if self.lanes is None else self.lanes.microbatches(grid, TOTAL)
+        numbers = range(TOTAL) if self.lanes is None else self.model.microbatch_numbers(TOTAL)
         for step in steps:
-            generators = (torch.Generator().manual_seed(1000 * step + number) for number in numbers)
-            batches = [torch.randint(0, VOCAB, (2, 7), generator=generator) for generator in generators]
-            backward(OfStep(self.model), batches)
+            backward(OfStep(self.model, TOTAL), [microbatch(step, number) for number in numbers])
             update(self.optimizer)
             self.ema.update()
 
@@ -76,39 +63,41 @@ class Run:
 
 
 def written(
-    rank: int, world_size: int, folder: Path, lanes: Lanes | None, options: dict[str, Any]
+    rank: int, world_size: int, folder: Path, lanes: Lanes | None, options: dict[str, Any], *then: int
 ) -> tuple[dict[str, Any], ...]:
-    """The states of a run when it was saved, and two steps later."""
+    """The states of a run when it was saved, and after further steps."""
     run = Run(0, lanes, **options)
     run.train(0, 1)
     run.save(folder)
     saved = run.state()
-    run.train(2, 3)
+    run.train(*then)
     return saved, run.state()
 
 
 def gone_on(
-    rank: int, world_size: int, folder: Path, lanes: Lanes | None, options: dict[str, Any]
+    rank: int, world_size: int, folder: Path, lanes: Lanes | None, options: dict[str, Any], *then: int
 ) -> tuple[dict[str, Any], ...]:
-    """The states of a run when it was loaded, and two steps later."""
+    """The states of a run when it was loaded, and after further steps."""
     run = Run(1, lanes, **options)
     assert list(run.load(folder)) == ["generator"]
     loaded = run.state()
-    run.train(2, 3)
+    run.train(*then)
     return loaded, run.state()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [("torch's", Precision()), ("ours", BF16)], ids=["fp32", "bf16, ours"]
+    ("optimizer", "precision", "elsewhere"),
+    [("torch's", Precision(), [(1, {}), (4, HYBRID)]), ("ours", BF16, [(1, {}), (4, {}), (4, HYBRID)])],
+    ids=["fp32", "bf16, ours"],
 )
 def test_a_run_goes_on_with_its_bits_on_other_ranks(
-    tmp_path: Path, optimizer: str, precision: Precision
+    tmp_path: Path, optimizer: str, precision: Precision, elsewhere: list[tuple[int, dict[str, Any]]]
 ) -> None:
     options = {"optimizer": optimizer, "precision": precision}
-    saved, ended = run_ranks(2, written, tmp_path, LANES, options)[0]
+    saved, ended = run_ranks(2, written, tmp_path, LANES, options, 2, 3)[0]
     assert not equal(saved, ended)
-    for world_size, mesh in ((1, {}), (4, {}), (4, HYBRID)):
-        for loaded, found in run_ranks(world_size, gone_on, tmp_path, LANES, {**options, **mesh}):
+    for world_size, mesh in elsewhere:
+        for loaded, found in run_ranks(world_size, gone_on, tmp_path, LANES, {**options, **mesh}, 2, 3):
             assert equal(loaded, saved), (world_size, mesh)
             assert equal(found, ended), (world_size, mesh)
 
@@ -116,13 +105,13 @@ def test_a_run_goes_on_with_its_bits_on_other_ranks(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_lanes_come_and_go(tmp_path: Path, optimizer: str) -> None:
     """Nothing but a checkpoint's values is loaded into shards with another padding."""
-    for before, after in ((LANES, None), (None, Lanes(12)), (None, None)):
+    options = {"optimizer": optimizer}
+    for before, ranks, afters in ((LANES, 2, [(None, 1), (None, 4)]), (None, 3, [(Lanes(12), 4), (None, 1)])):
         folder = tmp_path / str(before)
-        if not folder.exists():
-            saved = run_ranks(3 if before is None else 2, written, folder, before, {"optimizer": optimizer})
-        for world_size in (1, 4):
-            found = run_ranks(world_size, gone_on, folder, after, {"optimizer": optimizer})
-            assert all(equal(loaded, saved[0][0]) for loaded, _ in found), (before, after, world_size)
+        saved, _ = run_ranks(ranks, written, folder, before, options)[0]
+        for after, world_size in afters:
+            found = run_ranks(world_size, gone_on, folder, after, options)
+            assert all(equal(loaded, saved) for loaded, _ in found), (before, after, world_size)
 
 
 @on_ranks(2)
@@ -174,5 +163,4 @@ def local(rank: int, world_size: int, lanes: Lanes | None) -> tuple[dict[str, An
 def test_local_shards_with_lanes_are_consolidated() -> None:
     states, metadata, (whole, *_) = zip(*run_ranks(3, local, Lanes(12)), strict=True)
     found = checkpoint.consolidate(states, metadata)
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert differing(found, whole) == []

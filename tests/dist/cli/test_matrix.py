@@ -29,7 +29,7 @@ from flatfsdp.training.jobs import Configuration
 from tests.support.ranks import on_ranks, run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
-STEPS = 3
+STEPS = 2
 
 
 def compared(rank: int, world_size: int, words: list[str], file: Path) -> list[Comparison]:

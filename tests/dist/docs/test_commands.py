@@ -49,10 +49,14 @@ def test_command_runs(command: str, tmp_path: Path) -> None:
     model.write_text(own)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     there = command.replace("my_model.py", str(model)).replace("path/to/llama-3-8b", str(tmp_path))
+    smaller = ("--layers", "4") if command.startswith("plan --preset") else ()
     only_verify = ("--device", "cpu", "--out", str(tmp_path)) if command.startswith("verify") else ()
     if only_verify and ".py" not in command:
         only_verify += ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2")
-    done = run_program("-m", "flatfsdp", *shlex.split(there), *only_verify)
+    if "--world" in command:
+        # Else all precisions and strategies, two minutes long.
+        only_verify += ("--steps", "2", "--precision", "bf16", "--strategy", "zero3")
+    done = run_program("-m", "flatfsdp", *shlex.split(there), *only_verify, *smaller)
     # 1 is an answer of `plan`: it does not fit.
     assert done.returncode in ((0,) if only_verify else (0, 1)), done.stdout + done.stderr
     assert "Traceback" not in done.stderr

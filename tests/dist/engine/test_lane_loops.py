@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,21 +16,18 @@ from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import SHORT
 from tests.support.fp8_training import batch as fp8_batch
 from tests.support.fp8_training import build as build_fp8
-from tests.support.meshes import HYBRID
-from tests.support.models import VOCAB, build, update
+from tests.support.lanes import ZERO2, assert_same_bits, differing, microbatch
+from tests.support.meshes import HYBRID, REPLICATED
+from tests.support.models import build, update
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tape import taped
 
-STEPS, TOTAL, LANES = 3, 12, Lanes(2)
-
-
-def microbatch(step: int, number: int) -> Tensor:
-    return torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(100 * step + number))
+STEPS, TOTAL, LANES = 2, 12, Lanes(2)
 
 
 def trained(rank: int, world_size: int, loop: str) -> dict[str, Tensor]:
     model = build(lanes=LANES)
-    numbers = LANES.microbatches(model.fsdp_state.grid, TOTAL)
+    numbers = model.microbatch_numbers(TOTAL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         batches = [microbatch(step, number) for number in numbers]
@@ -45,9 +43,7 @@ def trained(rank: int, world_size: int, loop: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("loop", ["no_sync", "set_is_last_backward"])
 def test_one_lane_a_rank(loop: str) -> None:
-    expected = run_ranks(1, trained, "microbatches")[0]
-    for weights in run_ranks(2, trained, loop):
-        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+    assert_same_bits(run_ranks(1, trained, "microbatches")[0], 2, trained, loop)
 
 
 def replaying(
@@ -79,27 +75,34 @@ def of_fp8(step: int, number: int) -> Tensor:
     return fp8_batch(number, step, 2.0 ** (number % 4))
 
 
+@functools.cache
+def eager(lanes: Lanes, is_fp8: bool) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = run_ranks(1, replaying, lanes, False, is_fp8, {})[0][0]
+    return weights
+
+
 @pytest.mark.parametrize(
-    ("lanes", "ranks", "options"),
+    ("is_fp8", "lanes", "ranks", "options"),
     [
-        (Lanes(2), 1, {}),
-        (Lanes(2), 2, {}),
-        (Lanes(12), 2, {"reshard_after_forward": False}),
-        (Lanes(12, block=6), 2, {}),
-        (Lanes(12, block=2), 4, HYBRID),
-        (Lanes(6), 3, {"mesh": "replicated"}),
+        (False, Lanes(2), 1, {}),
+        (False, Lanes(12), 2, ZERO2),
+        (False, Lanes(12, block=2), 4, HYBRID),
+        (True, Lanes(2), 1, {}),
+        (True, Lanes(2), 2, {}),
+        (True, Lanes(12, block=6), 2, {}),
+        (True, Lanes(12, block=2), 4, HYBRID),
+        (True, Lanes(6), 3, REPLICATED),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["fp32", "fp8"])
 def test_replayed_lanes_have_the_bits_of_eager_ones(
-    lanes: Lanes, ranks: int, options: dict[str, Any], is_fp8: bool
+    is_fp8: bool, lanes: Lanes, ranks: int, options: dict[str, Any]
 ) -> None:
-    expected, _ = run_ranks(1, replaying, lanes, False, is_fp8, {})[0]
+    expected = eager(lanes, is_fp8)
     for weights, replays in run_ranks(ranks, replaying, lanes, True, is_fp8, options):
         # After some eager steps and one that records, all are replayed.
         assert replays >= 2 * TOTAL // ranks
-        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+        assert differing(weights, expected) == []
 
 
 def test_a_sum_wider_than_the_gradient_has_memory_of_its_own() -> None:

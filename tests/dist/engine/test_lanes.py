@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,46 +15,21 @@ from flatfsdp import Lanes, Precision, microbatches, shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.whole.units import named_groups
 from flatfsdp.parallel import FlatStage
-from tests.support.meshes import HYBRID, REPLICATED, replicating
+from tests.support.lanes import (
+    IN_BLOCKS,
+    LAYOUTS,
+    Layouts,
+    OfStep,
+    assert_layouts_agree,
+    assert_same_bits,
+    microbatch,
+)
+from tests.support.meshes import REPLICATED, replicating
 from tests.support.models import VOCAB, backward, build, plain_net, update
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 
-STEPS, TOTAL = 2, 24
+STEPS, TOTAL = 2, 12
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 rank": (1, {}),
-    "2 ranks": (2, {}),
-    "3 ranks, ZeRO-2": (3, {"reshard_after_forward": False}),
-    "4 ranks, flag off": (4, {"optimize_backward_concat": False}),
-    "6 ranks": (6, {}),
-    "2 replicas": (2, REPLICATED),
-    "3 replicas, flag off": (3, {**REPLICATED, "optimize_backward_concat": False}),
-}
-IN_BLOCKS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS[name] for name in ("1 rank", "2 ranks", "4 ranks, flag off", "6 ranks", "2 replicas")},
-    "2 x 2": (4, HYBRID),
-    "2 x 1": (2, HYBRID),
-    "2 x 2, flag off, ZeRO-2": (
-        4,
-        {**HYBRID, "optimize_backward_concat": False, "reshard_after_forward": False},
-    ),
-}
-
-
-def microbatch(step: int, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    return torch.randint(0, VOCAB, (2, 7), generator=generator)
-
-
-class OfStep(nn.Module):
-    """The share of one microbatch in the loss of a step."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens) / TOTAL
 
 
 def groups_of(model: Any) -> list[FlatGroup]:
@@ -65,17 +41,20 @@ def alone() -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("each", "shard"))["shard"]
 
 
-def trained(rank: int, world_size: int, lanes: Lanes, options: dict[str, Any]) -> dict[str, Tensor]:
+def trained(
+    rank: int, world_size: int, lanes: Lanes, total: int, precision: Precision, options: dict[str, Any]
+) -> dict[str, Tensor]:
     """Whole weights after some steps of AdamW with clipping."""
-    model = build(lanes=lanes, **options)
-    numbers = model.microbatch_numbers(TOTAL)
+    model = build(lanes=lanes, precision=precision, **options)
+    numbers = model.microbatch_numbers(total)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        backward(OfStep(model), [microbatch(step, number) for number in numbers])
+        backward(OfStep(model, total), [microbatch(step, number) for number in numbers])
         update(optimizer)
     return model.state_dict()
 
 
+@functools.cache
 def of_plain_program() -> dict[str, Tensor]:
     model = plain_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,33 +65,25 @@ def of_plain_program() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_number_of_ranks_has_the_bits_of_the_plain_program(name: str) -> None:
     world_size, options = LAYOUTS[name]
-    expected = of_plain_program()
-    found = run_ranks(world_size, trained, Lanes(TOTAL), options)
-    assert [differing(each, expected) for each in found] == [[]] * world_size
+    assert_same_bits(of_plain_program(), world_size, trained, Lanes(TOTAL), TOTAL, Precision(), options)
 
 
 @pytest.mark.parametrize(
-    ("lanes", "precision"),
-    [(Lanes(12), BF16), (Lanes(12, block=2), Precision()), (Lanes(24, block=4), BF16)],
-    ids=["12 lanes, bf16 wire", "blocks of 2", "blocks of 4, bf16 wire"],
+    ("lanes", "total", "precision", "layouts"),
+    [
+        (Lanes(6), 12, BF16, {name: of for name, of in LAYOUTS.items() if of[0] != 4}),
+        (Lanes(12, block=2), 12, Precision(), {**IN_BLOCKS, "6 ranks": (6, {})}),
+        (Lanes(16, block=4), 16, BF16, IN_BLOCKS),
+    ],
+    ids=["two microbatches a lane, bf16 wire", "blocks of 2", "blocks of 4, bf16 wire"],
 )
-def test_all_layouts_have_the_same_bits(lanes: Lanes, precision: Precision) -> None:
-    layouts = LAYOUTS if lanes.block == 1 else IN_BLOCKS
-    expected: dict[str, Tensor] = {}
-    for name, (world_size, options) in layouts.items():
-        if lanes.block == 4 and world_size == 6:
-            continue
-        found = run_ranks(world_size, trained, lanes, {"precision": precision, **options})
-        expected = expected or found[0]
-        assert [differing(each, expected) for each in found] == [[]] * world_size, name
+def test_all_layouts_have_the_same_bits(
+    lanes: Lanes, total: int, precision: Precision, layouts: Layouts
+) -> None:
+    assert_layouts_agree(layouts, trained, lanes, total, precision)
 
 
 # ---- what does not fit is said on all ranks, before anything is sent ---------------------------------------
@@ -205,13 +176,13 @@ def test_a_last_step_with_fewer_microbatches_on_one_rank(rank: int) -> None:
 def skipping(model: Any, batches: Any) -> None:
     for place, batch in enumerate(batches):
         if place != 1:
-            (model(batch) / TOTAL).backward()
+            model(batch).backward()
 
 
 def twice(model: Any, batches: Any) -> None:
     for batch in batches:
         for _ in range(2):
-            (model(batch) / TOTAL).backward()
+            model(batch).backward()
 
 
 def of_a_sum(model: Any, batches: Any) -> None:
@@ -230,7 +201,7 @@ def after_a_failure(model: Any, batches: Any) -> None:
             with pytest.raises(IndexError):
                 model(batch + VOCAB)
         else:
-            (model(batch) / TOTAL).backward()
+            model(batch).backward()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +224,7 @@ def test_a_batch_without_a_backward_of_its_own(lanes: Lanes, loop: Any) -> None:
         loop(model, microbatches(model, [microbatch(0, number) for number in numbers]))
     for parameter in model.parameters():
         parameter.grad = None
-    backward(OfStep(model), [microbatch(0, number) for number in numbers])
+    backward(model, [microbatch(0, number) for number in numbers])
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -305,7 +276,7 @@ def test_what_lanes_move() -> None:
     assert 0 < report["rows of lanes"].at_a_time < report["rows of lanes"].total == 4 * padded // 2
     for turns_of in (0, 1):
         ledger.reset()
-        backward(OfStep(model), [microbatch(turns_of, number) for number in model.microbatch_numbers(8)])
+        backward(model, [microbatch(turns_of, number) for number in model.microbatch_numbers(8)])
         assert ledger.bytes["reduce"] == 4 * (4 * padded // 2)
         assert all(group.partial_grad is None and group.block_grad is None for group in groups_of(model))
         for parameter in model.parameters():

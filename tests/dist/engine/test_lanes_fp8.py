@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,9 +28,10 @@ from tests.support.fp8_layers import (
     seeded,
     snapshot,
 )
+from tests.support.lanes import assert_same_bits, differing
 from tests.support.ranks import on_ranks, run_ranks
 
-STEPS, LANES = 5, Lanes(12)
+STEPS, LANES = 3, Lanes(12)
 # More rows than steps: none is rolled out.
 DELAYED = replace(SHORT, amax_history_len=STEPS + 3)
 STORED = Precision(fp8_weights=CurrentScaling())
@@ -64,12 +66,18 @@ def run_step(
 
 
 def trained(
-    rank: int, world_size: int, recipe: Any, length: int = 1, options: Any = None, **way: Any
+    rank: int, world_size: int, recipe: Any, options: dict[str, Any], way: dict[str, Any], total: int = 12
 ) -> dict[str, Tensor]:
-    """Whole weights, scales and histories after some steps."""
-    model = build(**(options or {}))
+    """Whole weights, scales and histories after some steps.
+
+    Args:
+        options: of the model.
+        way: that of `run_step`.
+        total: number of microbatches of a step.
+    """
+    model = build(**options)
     optimizer = AdamW(model.parameters(), lr=1e-2)
-    numbers = LANES.microbatches(model.fsdp_state.grid, length * LANES.number)
+    numbers = model.microbatch_numbers(total)
     for step in range(STEPS):
         run_step(model, [batch(step, number) for number in numbers], recipe, **way)
         optimizer.step()
@@ -77,28 +85,26 @@ def trained(
     return snapshot(model)
 
 
-CASES: dict[str, tuple[Any, ...]] = {
-    "delayed": (DELAYED,),
-    "delayed, two microbatches a lane": (DELAYED, 2),
-    "delayed, recomputed": (DELAYED, 1, {"recompute": True}),
-    "delayed, weights in FP8": (DELAYED, 1, {"precision": STORED}),
-    "current": (CurrentScaling(),),
-    "current, weights in FP8": (CurrentScaling(), 1, {"precision": STORED}),
-    "block": (BlockScaling(),),
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "delayed": (DELAYED, {}),
+    "delayed, weights in FP8": (DELAYED, {"precision": STORED}),
+    "current": (CurrentScaling(), {}),
+    "current, weights in FP8": (CurrentScaling(), {"precision": STORED}),
+    "block": (BlockScaling(), {}),
 }
 
 
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+@functools.cache
+def of_one_rank(case: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = run_ranks(1, trained, *CASES[case], {})[0]
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_ranks_has_the_bits_of_one(case: str) -> None:
-    expected = run_ranks(1, trained, *CASES[case])[0]
-    for world_size in (2, 3, 4):
-        found = run_ranks(world_size, trained, *CASES[case])
-        assert [differing(each, expected) for each in found] == [[]] * world_size, world_size
+    expected = of_one_rank(case)
+    for world_size in (2, 3, 4) if case == "delayed" else (2, 4):
+        assert_same_bits(expected, world_size, trained, *CASES[case], {})
     histories = [value for name, value in expected.items() if "history" in name]
     assert bool(histories) is (CASES[case][0] is DELAYED)
     # One row a step, from the end on; the first is where casts write.
@@ -108,22 +114,33 @@ def test_any_number_of_ranks_has_the_bits_of_one(case: str) -> None:
     assert all(value.isfinite().all() for value in expected.values())
 
 
-def around_others(rank: int, world_size: int) -> list[list[str]]:
-    expected = trained(rank, world_size, DELAYED)
-    ways: tuple[dict[str, Any], ...] = ({"around": "microbatch"}, {"around": "step"}, {"caches": True})
-    return [differing(trained(rank, world_size, DELAYED, **way), expected) for way in ways]
+def test_lanes_of_two_microbatches() -> None:
+    longer = (*CASES["delayed"], {}, 24)
+    assert_same_bits(run_ranks(1, trained, *longer)[0], 3, trained, *longer)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_where_the_region_ends_does_not_matter(world_size: int) -> None:
-    """It ends before or after the backward; layers may cache their cast weights."""
-    assert run_ranks(world_size, around_others) == [[[], [], []]] * world_size
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        (1, {"around": "step"}),
+        (2, {"around": "microbatch"}),
+        (2, {"around": "step"}),
+        (2, {"caches": True}),
+        (2, {"recompute": True}),
+    ],
+    ids=str,
+)
+def test_where_the_region_ends_does_not_matter(world_size: int, way: dict[str, Any]) -> None:
+    """It ends before or after the backward; layers may cache their cast weights, or be recomputed."""
+    way = dict(way)
+    options = {"recompute": way.pop("recompute", False)}
+    assert_same_bits(of_one_rank("delayed"), world_size, trained, DELAYED, options, way)
 
 
 def rows(rank: int, world_size: int, lanes: Lanes | None) -> tuple[int, int]:
     """Number of updates of a first step, and of rows in a history."""
     model = build(lanes)
-    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    numbers = range(rank, 12, world_size) if lanes is None else model.microbatch_numbers(12)
     with counted_updates() as updates:
         run_step(model, [batch(0, number) for number in numbers], replace(DELAYED, amax_history_len=32))
     filled = {int((v > 0).any(dim=1).sum()) for name, v in fp8_state(model).items() if "history" in name}
@@ -140,7 +157,7 @@ def test_without_lanes_the_number_of_ranks_changes_the_number_of_updates() -> No
 def test_the_first_step_has_the_scales_of_its_tensors(rank: int) -> None:
     """Nothing is updated before the last backward of a step, and an evaluation in it changes nothing."""
     model = build()
-    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    numbers = model.microbatch_numbers(12)
     for index, number in enumerate(microbatches(model, numbers)):
         with counted_updates() as updates:
             with torch.no_grad(), autocast(recipe=DELAYED):
@@ -157,7 +174,7 @@ def test_the_first_step_has_the_scales_of_its_tensors(rank: int) -> None:
 @on_ranks(1, 2)
 def test_skipped_failed_and_left_steps_leave_no_trace(rank: int) -> None:
     model, undisturbed = build(), build()
-    numbers = LANES.microbatches(model.fsdp_state.grid, 12)
+    numbers = model.microbatch_numbers(12)
     optimizers = [AdamW(each.parameters(), lr=1e-2, nonfinite="skip") for each in (model, undisturbed)]
 
     def step_of(which: int, index: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from flatfsdp import Debug, Precision, Prefetch
 from tests.support.meshes import HYBRID, REPLICATED
-from tests.support.models import build, same_trace, train, train_unsharded
+from tests.support.models import Trace, build, same_trace, train, train_unsharded
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks
 
-BF16 = Precision(compute=torch.bfloat16)
+FP32, BF16 = Precision(), Precision(compute=torch.bfloat16)
 STRATEGIES = {
     "zero3": {},
     "zero2": {"reshard_after_forward": False},
@@ -20,33 +22,34 @@ STRATEGIES = {
     "zero2, every microbatch": {"grad_sync": "every", "reshard_after_forward": False},
 }
 STRATEGIES |= {f"hybrid {name}": {**it, **HYBRID} for name, it in STRATEGIES.items() if "mesh" not in it}
-RUNS = [(n, name) for name in STRATEGIES for n in ([4] if name.startswith("hybrid") else [2, 4])]
+# Each strategy in both precisions, and on two ranks as on four where that is possible.
+RUNS = [
+    (4 if "hybrid" in name or (number + in_bf16) % 2 else 2, name, BF16 if in_bf16 else FP32)
+    for number, name in enumerate(STRATEGIES)
+    for in_bf16 in (False, True)
+]
 ALL_TRUE = {"losses": True, "grads": True, "parameters": True, "optimizer": True}
 
 
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("world_size", "strategy"), RUNS)
+@pytest.mark.parametrize(("world_size", "strategy", "precision"), RUNS)
 @on_ranks()
-def test_flag_on_equals_flag_off(rank: int, strategy: str, precision: Precision) -> None:
+def test_flag_on_equals_flag_off(rank: int, world_size: int, strategy: str, precision: Precision) -> None:
     options = {"precision": precision, **STRATEGIES[strategy]}
-    off, on = (train(build(optimize_backward_concat=flag, **options), rank) for flag in (False, True))
+    models = [build(optimize_backward_concat=flag, **options) for flag in (False, True)]
+    off, on = (train(model, rank) for model in models)
     assert same_trace(off, on) == ALL_TRUE
+    if precision == FP32:
+        assert_equals_the_unsharded_model(models[1], on, rank, world_size)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize(("world_size", "strategy"), RUNS)
-@on_ranks()
-def test_fp32_equals_the_unsharded_model(rank: int, world_size: int, strategy: str, flag: bool) -> None:
-    model = build(optimize_backward_concat=flag, **STRATEGIES[strategy])
-    trace = train(model, rank)
+def assert_equals_the_unsharded_model(model: Any, trace: Trace, rank: int, world_size: int) -> None:
     losses, state = train_unsharded(world_size)
     if rank == 0:
         torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
     ours = model.state_dict()
     assert list(ours) == list(state)
     torch.testing.assert_close(ours, state, rtol=1e-4, atol=1e-6)
-    if strategy.startswith("hybrid"):
-        assert all(error(ours[name], expected) < 1e-6 for name, expected in state.items())
+    assert all(error(ours[name], expected) < 1e-6 for name, expected in state.items())
 
 
 @pytest.mark.parametrize("flag", [False, True])
@@ -69,7 +72,7 @@ def test_reducing_in_bf16_keeps_parity_and_returns_master_precision(rank: int) -
 
 
 def test_world_of_one_without_torch_distributed() -> None:
-    for precision in (Precision(), BF16):
+    for precision in (FP32, BF16):
         off, on = (train(build(optimize_backward_concat=f, precision=precision), 0) for f in (False, True))
         assert same_trace(off, on) == ALL_TRUE
     losses, _ = train_unsharded(1)

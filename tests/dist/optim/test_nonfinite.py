@@ -32,7 +32,7 @@ from tests.support.ranks import on_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
 BF16 = torch.bfloat16
-STEPS = 5
+STEPS = 4
 MODES = pytest.mark.parametrize("mode", ["skip", "raise"])
 
 

@@ -24,13 +24,13 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action
 
 from flatfsdp import Precision, by_class, shard
-from flatfsdp.comm.launch import fork_server
 from flatfsdp.models import LlamaPipeline, pipeline
 from flatfsdp.parallel import FlatStage
 from tests.support.llamas import CONFIG
 from tests.support.llamas import mesh_of as llama_mesh_of
 from tests.support.models import FLAGS, RESHARD, Block, same
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
+from tests.support.programs import forking
 from tests.support.ranks import on_ranks
 
 
@@ -199,7 +199,7 @@ def fail_on_one_rank(rank: int, store: str) -> None:
 
 def test_an_exception_on_one_rank_ends_the_others() -> None:
     """No rank waits for the process group's time limit: the connection's other end is gone."""
-    context = fork_server()
+    context = forking()
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=fail_on_one_rank, args=(r, f"{folder}/store")) for r in range(2)]
         for process in processes:

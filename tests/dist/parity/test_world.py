@@ -39,7 +39,7 @@ def batches(rank: int, world_size: int) -> Iterator[dict[str, Tensor]]:
 
 
 def job(microbatches: int = 8) -> ModelJob:
-    return ModelJob(Net, batches, steps=3, microbatches=microbatches, lr=1e-2, max_norm=1e9)
+    return ModelJob(Net, batches, steps=3, microbatches=microbatches, lr=1e-2, max_norm=0.1)
 
 
 def spreads(precision: Precision | None = None) -> list[Spread]:

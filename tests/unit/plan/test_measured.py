@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from statistics import fmean, median
 from typing import Any
@@ -53,6 +54,10 @@ STEPS = {
 }
 
 
+cached_plan = cache(plan)
+
+
+@cache
 def planned_step(file: str, engine: str) -> tuple[StepMemory, StepTime]:
     model, frees, part = STEPS[file]
     told = results(file)["job"]
@@ -61,7 +66,7 @@ def planned_step(file: str, engine: str) -> tuple[StepMemory, StepTime]:
     run = {"microbatches": told["microbatches"], "reshard_after_forward": frees}
     job = Job(model, ranks, precision=precision, recipe=recipe, **run)
     if part is None:
-        found = plan(job)
+        found = cached_plan(job)
         return found.memory, found.time
     stages = [Tracer(H200).stage(job, part)]
     return memory_of(job, 0, stages, H200), step_time(job, [stages], H200)
@@ -94,7 +99,7 @@ def layouts(benchmarks: Callable[[str], Any]) -> dict[str, Job]:
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_over_two_gpus(name: str, layouts: dict[str, Job]) -> None:
     job, measured = layouts[name], rows("plan-1b-2.json")[name]
-    found = plan(job)
+    found = cached_plan(job)
     # Workspaces of cuBLAS were there before all but the first layout.
     assert found.memory.between_steps / GIB == pytest.approx(max(measured["static_gib"]), rel=0.01)
     assert found.memory.peak / GIB == pytest.approx(max(measured["peak_gib"]), rel=0.01)
@@ -122,7 +127,7 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
 
     lines = []
     for name, job in layouts.items():
-        found = plan(job)
+        found = cached_plan(job)
         lines.append(line([(found.memory, found.time)], [rows("plan-1b-2.json")[name]], 1))
     for file, engines in product(STEPS, (["flat-bf16-fused"], ["flat-fp8-delayed", "flat-fp8-current"])):
         measured = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flatfsdp.comm.launch import fork_server
+from tests.support.programs import forking
 
 How = Literal["finished", "named", "backend's words", "own error", "as told", "aborted", "hung"]
 
@@ -69,7 +69,7 @@ class Started:
     """
 
     def __init__(self, world_size: int, function: Callable[..., None], *args: Any) -> None:
-        context = fork_server()
+        context = forking()
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-faults-")
         self._pipes: list[Connection] = []
         self._processes = []
