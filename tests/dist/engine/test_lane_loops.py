@@ -62,10 +62,16 @@ def replaying(
             return loss
 
         step = replayed(model, run)
+        either = step if replays else run
         for number in range(7):
             batches = [(of_fp8 if is_fp8 else microbatch)(number, each) for each in numbers]
+            if is_fp8 and number == 6:
+                # Largest values of a loop that is left are none of the step's.
+                for batch in microbatches(model, batches):
+                    either(64 * batch)
+                    break
             for batch in microbatches(model, batches):
-                step(batch) if replays else run(batch)
+                either(batch)
             update(optimizer)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return {**model.state_dict(), **buffers}, step.replays
@@ -110,7 +116,7 @@ def test_a_sum_wider_than_the_gradient_has_memory_of_its_own() -> None:
     expected, _ = run_ranks(1, replaying, Lanes(12), False, False, narrow)[0]
     for weights, replays in run_ranks(2, replaying, Lanes(12), True, False, narrow):
         assert replays >= TOTAL
-        assert [name for name, value in weights.items() if not torch.equal(value, expected[name])] == []
+        assert differing(weights, expected) == []
 
 
 @on_ranks(1)
