@@ -96,8 +96,7 @@ class Job:
 
     Raises:
         ValueError: if there are fewer layers than stages; if the schedule cannot run this number of
-            microbatches; if FP8 weights have no recipe; for ranks that a `Model` cannot have; if a pipeline
-            would reduce gradients in every microbatch.
+            microbatches; if FP8 weights have no recipe; for ranks that a `Model` cannot have.
     """
 
     model: LlamaConfig | Model
@@ -142,8 +141,6 @@ class Job:
 
     def _check_pipeline(self) -> None:
         stages, pp = sum(map(len, self.parts)), self.ranks.pp
-        if self.grad_sync == "every":
-            raise ValueError('grad_sync is "every"; a pipeline reduces gradients once a step: leave it out')
         if self.is_interleaved:
             rounds = max(1, self.microbatches // pp)
             if self.microbatches % rounds:
