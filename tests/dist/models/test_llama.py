@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, stage_layers
-from flatfsdp.models.pipeline import SCHEDULES, ScheduleName
+from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import FlatStage, ParallelMesh
 from tests.support.against_plain import assert_equal
 from tests.support.llamas import (
@@ -92,18 +92,21 @@ def test_gradients_reduced_in_every_microbatch_are_those_of_no_pipeline() -> Non
     """With any schedule, flag off or on, bit for bit: a stage adds up its microbatches in their order."""
     mesh = mesh_of(pp=2, tp=1)
     fp8 = {"precision": Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())}
-    cases: tuple[dict[str, Any], ...] = ({}, {**fp8, "recipe": CurrentScaling()})
-    for options in cases:
+    cases: list[tuple[dict[str, Any], tuple[ScheduleName, ...]]] = [
+        ({}, get_args(ScheduleName)),
+        ({**fp8, "recipe": CurrentScaling()}, ("interleaved",)),
+    ]
+    for options, schedules in cases:
         losses, every = without_a_pipeline(mesh, **options, grad_sync="every")
         _, last = without_a_pipeline(mesh, **options)
-        for schedule in SCHEDULES:
+        for schedule in schedules:
             found = off_and_on(mesh, schedule, **options, grad_sync="every")
             assert same(found.losses[:MICROBATCHES], losses if found.losses else [])
             assert_equal(found.first_grads, {name: every[name] for name in found.first_grads})
             # Ranks and microbatches are added in another order.
             assert not all(torch.equal(grad, last[name]) for name, grad in found.first_grads.items())
-    default = SmallPipeline("1f1b", mesh).train().first_grads
-    assert_equal(default, {name: without_a_pipeline(mesh)[1][name] for name in default})
+        default = SmallPipeline("1f1b", mesh, **options).train().first_grads
+        assert_equal(default, {name: last[name] for name in default})
 
 
 @pytest.mark.parametrize("world_size", [2, 4], ids=["tp2", "tp2-dp2"])
@@ -120,6 +123,9 @@ def test_tensor_and_data_parallel_ranks_are_one_process(world_size: int) -> None
         on = off_and_on(mesh, "1f1b", **options)
         assert on.losses and on.first_grads.keys() == grads.keys()
         assert_close(on, losses, grads)
+    if world_size == 4:
+        stored = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+        off_and_on(mesh, "1f1b", **cases[-1], precision=stored, recipe=CurrentScaling())
 
 
 @pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])
