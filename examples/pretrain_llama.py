@@ -187,6 +187,7 @@ def main(
     dp_shard: command_options.DPShard = -1,
     dp_replicate: command_options.DPReplicate = 1,
     zero: command_options.Zero = 3,
+    grad_sync: command_options.OfReductions = "last",
     precision: command_options.OfProducts = PrecisionName.bf16,
     fp8_weights: command_options.KeepFP8Weights = False,
     replay: command_options.Replay = False,
@@ -228,6 +229,8 @@ def main(
     """
     if lanes is None and lane_block > 1:
         raise typer.BadParameter("--lane-block says in which order --lanes are added; pass both, or neither")
+    if lanes is not None and grad_sync == "every":
+        raise typer.BadParameter("--lanes say when gradients are reduced: leave --grad-sync out")
     sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
@@ -247,6 +250,7 @@ def main(
         recipe=precision.recipe,
         seed=seed,
         replay=replay,
+        grad_sync=grad_sync,
         lanes=None if lanes is None else Lanes(lanes, lane_block),
         reshard_after_forward=zero == 3,
         optimize_backward_concat=optimize_backward_concat,
@@ -271,6 +275,8 @@ def main(
         "lanes": lanes,
         "microbatches": microbatches,
         "batch": batch,
+        # It changes the order of sums if there are several microbatches and shards.
+        "grad sync": grad_sync if microbatches > 1 and mesh.dp.shape[-1] > 1 else "last",
         "steps": steps,
         "lr": lr,
         "warmup": warmup,

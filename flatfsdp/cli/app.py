@@ -69,7 +69,8 @@ def verify(
             default_factory=lambda: list(OWN_SWITCHES),
             show_default="all that apply",
             help="What to switch: the flag, in place or wrapped, resharding, fusion of weight gradients, "
-            "caching or storage of FP8 weights, microbatches replayed as CUDA graphs (on GPUs).",
+            "caching or storage of FP8 weights, microbatches replayed as CUDA graphs (on GPUs), gradients "
+            "reduced in every microbatch (of one a step).",
         ),
     ],
     fusion: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -36,7 +37,7 @@ def all_rows() -> list[Configuration]:
 
     Rows that free parameters have unfused weight gradients; rows that keep them have fused ones.
     """
-    return [*_rows_for_2(), *_rows_for_4(), *_rows_for_8()]
+    return [*_rows_for_2(), *_rows_for_4(), *_rows_for_8(), *_rows_that_reduce_often()]
 
 
 def _rows_for_2() -> Iterable[Configuration]:
@@ -80,6 +81,21 @@ def _rows_for_8() -> Iterable[Configuration]:
             yield Configuration(flat, precision, strategy, fusion)
     yield Configuration(replace(whole, sequence_parallel=False), FP8)
     yield Configuration(whole, PrecisionName.fp8_weights, schedule="interleaved")
+
+
+def _rows_that_reduce_often() -> Iterable[Configuration]:
+    """Rows that reduce gradients in every microbatch, each over two shards, as one needs no reduction."""
+    every = partial(Configuration, sync="every")
+    shards, pp_dp = Parallelism(dp_shard=2), Parallelism(pp=2, dp_shard=2)
+    dp_tp = Parallelism(dp_shard=2, tp=2, sequence_parallel=True)
+    yield every(shards, FP32)
+    yield every(shards, BF16, Strategy.zero2, Fusion.off)
+    yield every(shards, PrecisionName.fp8_weights)
+    yield every(pp_dp, BF16, Strategy.zero2, Fusion.off, "gpipe")
+    yield every(pp_dp, FP8, schedule="interleaved")
+    yield every(dp_tp, FP8)
+    yield every(replace(shards, dp_replicate=2), BF16)
+    yield every(replace(dp_tp, pp=2), PrecisionName.fp8_weights)
 
 
 def matrix_plan(device: Device, ranks: int | None, given: dict[str, Any]) -> Plan:

@@ -20,7 +20,6 @@ from flatfsdp.cli.console import given, results_console, usage_errors
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
 from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.models import PRESETS, LlamaConfig
-from flatfsdp.options import GradSync
 from flatfsdp.plan import Job, Machine, Model, Parallelism, search
 from flatfsdp.plan import plan as plan_job
 from flatfsdp.plan.advice import advise
@@ -62,9 +61,7 @@ def plan(
     dp_shard: command_options.DPShard = -1,
     dp_replicate: command_options.DPReplicate = 1,
     zero: command_options.Zero = 3,
-    grad_sync: Annotated[
-        GradSync, typer.Option(help="Reduce gradients in the last microbatch, or in every one.")
-    ] = "last",
+    grad_sync: command_options.OfReductions = "last",
     checkpoint_layers: Annotated[
         bool, typer.Option("--checkpoint-layers", help="Layers keep their input, and run again in backward.")
     ] = False,

@@ -71,7 +71,12 @@ class PlanReport:
             "units": [unit._asdict() for unit in plan.units],
             "too_large": {line.name: line.nbytes for line in plan.excess},
             "advice": [
-                {"changes": each.changes, "fits": each.plan.fits, **_headline(each.plan)}
+                {
+                    "changes": each.changes,
+                    "options": _options(plan.job, each.plan.job),
+                    "fits": each.plan.fits,
+                    **_headline(each.plan),
+                }
                 for each in self.advice
             ],
         }
@@ -142,6 +147,14 @@ class PlanReport:
                 "fits" if each.plan.fits else "does not fit",
             )
         console.print(found)
+        best = self.advice[0].plan
+        if best.fits:
+            words = (
+                f"It fits with {' '.join(_options(plan.job, best.job))}: {best.memory.peak / GIB:.1f} GiB."
+            )
+            console.print(words, style="green", highlight=False)
+        else:
+            console.print("None of these changes is enough, nor all that help together.")
 
 
 @dataclass(frozen=True)
@@ -268,6 +281,31 @@ def _spread(job: Job) -> str:
     if job.checkpoint_layers:
         words.append("layers checkpointed")
     return ", ".join(words)
+
+
+def _options(before: Job, after: Job) -> list[str]:
+    """The options of the command `plan` that make one job of another."""
+    given, wanted = _given(before), _given(after)
+    changed = {name: value for name, value in wanted.items() if value != given[name]}
+    return [
+        word for name, value in changed.items() for word in ([name] if value is True else [name, str(value)])
+    ]
+
+
+def _given(job: Job) -> dict[str, object]:
+    """The options that `advise` may change, with their values; of a flag True, if it is set."""
+    return {
+        "--gpus": job.ranks.world,
+        "--tp": job.ranks.tp,
+        "--sequence-parallel": job.ranks.sequence_parallel,
+        "--dp-replicate": job.ranks.dp_replicate,
+        "--dp-shard": job.ranks.dp_shard,
+        "--batch": job.batch,
+        "--microbatches": job.microbatches,
+        "--zero": 3 if job.reshard_after_forward else 2,
+        "--grad-sync": job.grad_sync,
+        "--checkpoint-layers": job.checkpoint_layers,
+    }
 
 
 def _products(job: Job) -> str:

@@ -159,7 +159,7 @@ def rows_on_rank(rank: Rank, payload: tuple[Plan, Parity, Path | None]) -> Parit
         how, visible = row.configuration, rank.index == 0
         label = f"{len(parity.rows) + 1} of {len(plan.rows)}  {how.name}: {' / '.join(row.switch.ends)}"
         of_how = {"precision": how.precision.value, "strategy": how.strategy.value, "fusion": how.wgrad}
-        about = {"name": how.name, "ranks": row.ranks, **of_how}
+        about = {"name": how.name, "ranks": row.ranks, **of_how, "grad_sync": how.sync}
         with StepBar(label, 2 * row.settings.steps, visible) as bar:
             found = compare(
                 maker_of(row),

@@ -30,7 +30,7 @@ from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.microbatch import microbatches
 from flatfsdp.models.config import LlamaConfig, stage_layers
 from flatfsdp.models.llama import Llama
-from flatfsdp.options import Precision
+from flatfsdp.options import GradSync, Precision
 from flatfsdp.parallel import FlatStage, ParallelMesh
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
@@ -91,6 +91,8 @@ class LlamaPipeline:
         cache_fp8_weights: cast FP8 weights once a step, and keep them.
         seed: seed of the initial values.
         replay: run microbatches as CUDA graphs (`flatfsdp.replayed`); for one pipeline rank.
+        grad_sync: option of `flatfsdp.shard`; with "every" each microbatch's backward reduces gradients, and
+            no rank holds those of all its layers in between.
         lanes: option of `flatfsdp.shard`, with which any number of data-parallel ranks has the same bits; for
             one pipeline rank and one tensor-parallel rank.
         fsdp_options: further options of `flatfsdp.shard`.
@@ -131,6 +133,7 @@ class LlamaPipeline:
         cache_fp8_weights: bool = False,
         seed: int = 0,
         replay: bool = False,
+        grad_sync: GradSync = "last",
         lanes: int | Lanes | None = None,
         **fsdp_options: Any,
     ) -> None:
@@ -162,7 +165,7 @@ class LlamaPipeline:
         self._cache_fp8_weights = cache_fp8_weights
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
         numbers = self.numbers = range(mesh.pp_rank, len(layers), mesh.pp_size)
-        fsdp_options |= {"device": device, "precision": precision, "lanes": lanes}
+        fsdp_options |= {"device": device, "precision": precision, "grad_sync": grad_sync, "lanes": lanes}
         self.stages: list[Any] = []
         for number in numbers:
             part = Llama(
@@ -226,7 +229,8 @@ class LlamaPipeline:
     def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Runs the microbatches of a step, and reduces gradients.
 
-        Gradients are divided by the number of microbatches, and reduced in the last backward of each stage.
+        Gradients are divided by the number of microbatches, and reduced in the last backward of each stage
+        (or in every one, with `grad_sync="every"`).
 
         Args:
             batches: tokens and targets, int64 [batch, seq] each, of `own_microbatches`.

@@ -8,7 +8,8 @@ Next: `microbatch.py` knows which backward is the last; `engine/step/driven_unit
     sets stage_index_to_group_rank  it is made      refuses split backwards
     clear_runtime_states            a step begins   refuses them, too; drops what a failed step left
     forward_one_chunk               M times         marks the first microbatch
-    backward_one_chunk              M times         marks the last backward, inside which each unit is reduced
+    backward_one_chunk              M times         marks the last backward; each unit is reduced inside it,
+                                                    or inside every one with grad_sync="every"
     perform_reduce_grad             a step ends     scales the reduced gradients, once
 
 The differences between torch 2.11 and 2.13 are in the inference of shapes: 2.11 runs the module without
@@ -65,10 +66,10 @@ class FlatStage(PipelineStage):
         schedule.step(tokens)
         optimizer.step()
 
-    Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches,
-    FlatFSDP's `reshard_after_forward` decides whether parameters are resharded.  With the schedule's
-    `scale_grads=True`, a step's gradients are divided by its number of microbatches after their reduction.
-    Gradients from before the step are added to, and not divided again.
+    Gradients are reduced inside the last microbatch's backward of the stage, or inside every one with
+    `grad_sync="every"`.  Between microbatches, FlatFSDP's `reshard_after_forward` decides whether parameters
+    are resharded.  With the schedule's `scale_grads=True`, a step's gradients are divided by its number of
+    microbatches after their reduction.  Gradients from before the step are added to, and not divided again.
 
     Evaluate with `schedule.eval`, before the first step or between steps, inside torch.no_grad(): that saves
     the activations, and leaves delayed FP8 scales unchanged.
@@ -272,7 +273,7 @@ class FlatStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Runs the backward of one microbatch; the last one reduces gradients.
+        """Runs the backward of one microbatch; the last one completes the reduction of gradients.
 
         Raises:
             NotImplementedError: for a backward with respect to the inputs alone.

@@ -13,7 +13,7 @@ from typing import Any
 
 from flatfsdp.fp8 import Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
-from flatfsdp.options import Precision
+from flatfsdp.options import GradSync, Precision
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Sharding:
         cache: cast FP8 weights in the first microbatch of a step only.
         storage: whether flat buffers really are FP8 if `precision` has `fp8_weights`, or only packed as if.
         replay: run microbatches as CUDA graphs; on CPUs they are eager.
+        sync: `grad_sync`.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -38,6 +39,7 @@ class Sharding:
     cache: bool = False
     storage: bool = True
     replay: bool = False
+    sync: GradSync = "last"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,6 +51,7 @@ class Sharding:
             "precision": precision,
             "reshard_after_forward": self.reshard,
             "optimize_backward_concat": self.flag,
+            "grad_sync": self.sync,
         }
 
 
@@ -58,7 +61,8 @@ class Switch(str, Enum):
     flag: `optimize_backward_concat`; reshard: parameters resharded after forward (ZeRO-3), or not (ZeRO-2);
     fusion: weight gradients added in the GEMM, or after it, in FP32; cache: FP8 weights cast in the first
     microbatch only, or in each, for models that take `is_first_microbatch`; storage: weights in FP8 in the
-    flat buffers, or cast by each layer; replay: microbatches as CUDA graphs, or eager.
+    flat buffers, or cast by each layer; replay: microbatches as CUDA graphs, or eager; sync: `grad_sync` is
+    "every", or "last", whose sums are the same in a step of one microbatch.
 
     Attributes:
         ends: names of the two runs, off and on.
@@ -72,6 +76,7 @@ class Switch(str, Enum):
     cache = "cache", "cast each", "cast once"
     storage = "storage", "16-bit weights", "FP8 weights"
     replay = "replay", "eager", "replayed"
+    sync = "sync", "reduced last", "reduced each"
 
     def __new__(cls, name: str, off: str = "", on: str = "") -> Switch:
         """Makes a member whose value is its name."""
@@ -84,9 +89,12 @@ class Switch(str, Enum):
         if self is Switch.replay:
             # A cached weight has no address of its own, so it cannot be replayed.
             usual = replace(usual, cache=False)
-        off = "two_pass" if self is Switch.fusion else False
-        changes: tuple[dict[str, Any], ...] = ({self.name: off}, {self.name: True})
-        return replace(usual, **changes[0]), replace(usual, **changes[1])
+        values: dict[Switch, tuple[Any, Any]] = {
+            Switch.fusion: ("two_pass", True),
+            Switch.sync: ("last", "every"),
+        }
+        off, on = ({self.name: value} for value in values.get(self, (False, True)))
+        return replace(usual, **off), replace(usual, **on)
 
     def why_not(
         self, usual: Sharding, microbatches: int, *, on_gpus: bool, fuses: bool, caches: bool
@@ -109,6 +117,8 @@ class Switch(str, Enum):
             return "no layer casts FP8 weights in more than one microbatch of a step"
         if self is Switch.storage and not is_stored:
             return "no weights are stored in FP8 (Precision(fp8_weights=...))"
+        if self is Switch.sync and microbatches > 1:
+            return "gradients of several microbatches are added in another order"
         if self is Switch.replay and not on_gpus:
             return "on CPUs microbatches are not replayed"
         return None

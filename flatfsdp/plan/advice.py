@@ -74,7 +74,7 @@ def _helpful(before: Advice, changes: Sequence[Change], tracer: Tracer) -> list[
 
 
 def _reduce_often(job: Job) -> Iterator[tuple[str, Job]]:
-    if job.grad_sync == "last" and job.microbatches > 1 and job.ranks.pp == 1:
+    if job.grad_sync == "last" and job.microbatches > 1:
         yield 'reduce gradients in every microbatch: grad_sync="every"', replace(job, grad_sync="every")
 
 

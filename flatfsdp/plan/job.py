@@ -96,8 +96,8 @@ class Job:
 
     Raises:
         ValueError: if there are fewer layers than stages; if the schedule cannot run this number of
-            microbatches; if FP8 weights have no recipe; for ranks that a `Model` cannot have; if a pipeline
-            would reduce gradients in every microbatch.
+            microbatches; if FP8 weights have no recipe; for ranks that a `Model` cannot have; for
+            grad_sync="auto".
     """
 
     model: LlamaConfig | Model
@@ -123,6 +123,10 @@ class Job:
                     f"{self.ranks} is for a LlamaConfig; a plan does not know how to split the layers of "
                     "another model: leave tp and pp out"
                 )
+        if self.grad_sync == "auto":
+            raise ValueError(
+                'grad_sync is "auto"; a plan tells what the choice means: take "last" or "every"'
+            )
         for name in ("batch", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -142,8 +146,6 @@ class Job:
 
     def _check_pipeline(self) -> None:
         stages, pp = sum(map(len, self.parts)), self.ranks.pp
-        if self.grad_sync == "every":
-            raise ValueError('grad_sync is "every"; a pipeline reduces gradients once a step: leave it out')
         if self.is_interleaved:
             rounds = max(1, self.microbatches // pp)
             if self.microbatches % rounds:

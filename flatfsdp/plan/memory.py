@@ -27,7 +27,7 @@ NOTES = {
     "flat buffer": "gathered parameters",
     "transposed weights": "FP8, for the backward",
     "main_grad": "unsharded, until it is reduced",
-    "reduced gradient": "until zero_grad",
+    "reduced gradient": "shards, until zero_grad",
     "activations": "that forwards have made",
     "backward": "what it needs beside, gradients on their way",
     "optimizer": "what a step needs beside",

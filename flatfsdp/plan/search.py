@@ -96,7 +96,8 @@ def search(job: Job, machine: Machine | None = None, *, global_batch: int, count
     if not found:
         raise ValueError(
             f"nothing fits: of {len(timed)} ways the smallest needs {smallest / GIB:.1f} GiB of "
-            f"{usable / GIB:.1f}; use more GPUs, shorter sequences, or FP8 weights"
+            f"{usable / GIB:.1f}; use more GPUs, shorter sequences, "
+            f"{'' if job.grad_sync == 'every' else 'reductions in every microbatch, '}or FP8 weights"
         )
     return sorted(found.values(), key=lambda each: each.time.seconds)
 
@@ -149,9 +150,12 @@ class _Estimate:
             for buffer, size in group.items()
             if buffer in ("master shard", "compute shard")
         )
-        gradients = sum(group["main_grad"].nbytes for group in sizes) if job.microbatches > 1 else 0
+        gradients = sum(group["main_grad"].nbytes for group in sizes) if job.microbatches > 1 else 0.0
         of_layer = shards * REFERENCE.dp_shard / job.ranks.dp_shard
-        return sum(layers) * (of_layer + (gradients if job.grad_sync == "last" else 0)) + flying * self._saved
+        if job.grad_sync == "every":
+            # Between microbatches there is the sum on the shard.
+            gradients /= job.ranks.dp_shard
+        return sum(layers) * (of_layer + gradients) + flying * self._saved
 
 
 def _kept(unit: UnitTrace) -> int:

@@ -8,7 +8,8 @@ Overlap follows the engine:
 
     gathers of a unit        run beside the unit before; exposed are any excess, the root's, and the first
                              in a forward
-    reductions of a unit     run beside later units in the last backward; exposed are the root's and the last
+    reductions of a unit     run beside later units in a backward that reduces, the last one or every one;
+                             exposed are the root's and the last
     tensor-parallel ranks    run beside GEMMs, by a measured share
     pipeline stages          no overlap: torch's schedules wait for what they receive
 
@@ -76,6 +77,8 @@ class UnitPlan(NamedTuple):
         saved: bytes that its forwards keep for backwards, at the fullest moment of the step.
         forward, backward: seconds of a GPU in one microbatch.
         gather, reduce: seconds of one gather of its parameters, and of the reduction of its gradients.
+        reduce_early: seconds of the reduction in each backward before the last, over shards alone; 0 if there
+            is none.
     """
 
     name: str
@@ -87,6 +90,7 @@ class UnitPlan(NamedTuple):
     backward: float
     gather: float
     reduce: float
+    reduce_early: float
 
 
 @dataclass(frozen=True)
@@ -220,10 +224,9 @@ class _RankTime:
     def communication(self) -> float:
         """Seconds of all communication."""
         count = self._job.microbatches
-        reductions = count if self._job.grad_sync == "every" else 1
         roots, layers = (count, 2 * count) if self._job.reshard_after_forward else (1, 1)
         parameters = sum(
-            (layers if unit.name else roots) * unit.gather + reductions * unit.reduce
+            (layers if unit.name else roots) * unit.gather + unit.reduce + (count - 1) * unit.reduce_early
             for units in self._units
             for unit in units
         )
@@ -245,13 +248,25 @@ class _RankTime:
         first = root.gather + (inner[0].gather if inner else 0.0)
         first += sum(max(0.0, b.gather - a.forward) for a, b in pairwise(inner))
         again = sum(max(0.0, a.gather - b.backward) for a, b in pairwise(inner))
-        # In the last backward a unit's gather goes first.  Nothing follows the last one: `once` counts it.
-        last = sum(
-            max(0.0, b.reduce - max(0.0, a.backward - (a.gather if frees else 0.0)))
-            for a, b in pairwise(inner)
+        # A backward waits for its own last reductions.  After the last backward `once` counts them.
+        early = [unit.reduce_early for unit in inner]
+        exposed = self._not_hidden(inner, early) + root.reduce_early + sum(early[:1])
+        last = self._not_hidden(inner, [unit.reduce for unit in inner])
+        return (count * (first + again) if frees else first) + (count - 1) * exposed + last
+
+    def _not_hidden(self, units: Sequence[UnitPlan], reductions: Sequence[float]) -> float:
+        """Seconds by which reductions in a backward take longer than the units that run beside them.
+
+        Args:
+            units: all but the root.
+            reductions: seconds of each unit's.
+        """
+        # A unit's gather goes first.
+        free = (
+            max(0.0, unit.backward - (unit.gather if self._job.reshard_after_forward else 0.0))
+            for unit in units
         )
-        reductions = count if self._job.grad_sync == "every" else 1
-        return (count * (first + again) if frees else first) + reductions * last
+        return sum(max(0.0, after - beside) for beside, after in zip(free, reductions[1:], strict=False))
 
 
 def unit_plans(
@@ -271,6 +286,7 @@ def unit_plans(
         numel = sum(each.numel for each in gradients)
         partial = sum(each.numel for each in gradients if each.placement is Placement.PARTIAL)
         own, own_partial = numel // ranks.dp_shard, partial // ranks.dp_shard
+        over_shards = groups.dp_shard.seconds(share(numel * dtype.itemsize, ranks.dp_shard))
         return UnitPlan(
             name=stage.name_of(unit.name),
             parameters=unit.parameters,
@@ -280,9 +296,10 @@ def unit_plans(
             forward=stage.load(FORWARD, unit).seconds / job.microbatches,
             backward=stage.load(BACKWARD, unit).seconds / job.microbatches,
             gather=groups.dp_shard.seconds(share(flat, ranks.dp_shard)),
-            reduce=groups.dp_shard.seconds(share(numel * dtype.itemsize, ranks.dp_shard))
+            reduce=over_shards
             + groups.dp_replicate.seconds(2 * share(own * dtype.itemsize, ranks.dp_replicate))
             + groups.tp.seconds(2 * share(own_partial * wide.itemsize, ranks.tp)),
+            reduce_early=over_shards if job.grad_sync == "every" else 0.0,
         )
 
     distinct = {id(unit): unit for unit in stage.trace.units}

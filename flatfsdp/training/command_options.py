@@ -13,6 +13,7 @@ import typer
 from flatfsdp.comm.launch import Device
 from flatfsdp.models.config import PresetName
 from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.options import GradSync
 from flatfsdp.training.choices import PrecisionName
 
 Layers = Annotated[int, typer.Option(min=1, help="Transformer layers; each is one unit.")]
@@ -58,6 +59,9 @@ DPReplicate = Annotated[
     int, typer.Option(help="Replicas of each set of shards; -1, beside --dp-shard: all the others.")
 ]
 Zero = Annotated[int, typer.Option(min=2, max=3, help="3 reshards parameters after forward.")]
+OfReductions = Annotated[
+    GradSync, typer.Option("--grad-sync", help="Reduce gradients in the last microbatch, or in every one.")
+]
 OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of GEMMs.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Run microbatches as CUDA graphs; on GPUs.")]
 KeepFP8Weights = Annotated[bool, typer.Option(help="Keep weights in FP8 in the flat buffers.")]

@@ -28,6 +28,7 @@ from flatfsdp.models.gpt import GPT, Block, FusedGPT, GPTConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
+from flatfsdp.options import GradSync
 from flatfsdp.parallel import ParallelMesh
 from flatfsdp.parity.any_model import ModelJob
 from flatfsdp.parity.loop import Trainee
@@ -78,6 +79,7 @@ class Configuration:
         parallelism: sizes of the mesh of a Llama; None: a GPT over data-parallel ranks.
         fusion: accumulation of weight gradients; only for FlatFSDP's own layers.
         schedule: schedule of the pipeline; no effect without one.
+        sync: `grad_sync`.
     """
 
     parallelism: Parallelism | None
@@ -85,6 +87,7 @@ class Configuration:
     strategy: Strategy = Strategy.zero3
     fusion: Fusion = Fusion.fused
     schedule: ScheduleName = "1f1b"
+    sync: GradSync = "last"
 
     @property
     def wgrad(self) -> str:
@@ -96,7 +99,8 @@ class Configuration:
         """The configuration in words, such as "pp 2 x tp 2 + SP, 1f1b, bf16, zero3, wgrad two-pass"."""
         ranks = self.parallelism
         shared = () if ranks is None else (str(ranks), self.schedule if ranks.pp > 1 else "")
-        return ", ".join(filter(None, (*shared, self.precision.value, self.strategy.value, self.wgrad)))
+        sync = "grad_sync every" if self.sync == "every" else ""
+        return ", ".join(filter(None, (*shared, self.precision.value, self.strategy.value, self.wgrad, sync)))
 
     @property
     def sharding(self) -> Sharding:
@@ -108,6 +112,7 @@ class Configuration:
             reshard=self.strategy is Strategy.zero3,
             fusion=self.fusion.option,
             cache=recipe is not None and self.parallelism is None,
+            sync=self.sync,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,14 +17,15 @@ from torch.utils.data import DataLoader
 
 import flatfsdp
 import flatfsdp.optim
-from flatfsdp import by_class
+from flatfsdp import by_class, microbatches
 from flatfsdp.contract.claimed import is_unit
+from tests.support.against_plain import assert_equal
 from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.launched import launched
 from tests.support.faults.kills import ALL, Kill, Kills
-from tests.support.models import VOCAB, Block, Net
+from tests.support.models import VOCAB, Block, Net, build, data, plain_net, update
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
@@ -132,6 +134,29 @@ def test_a_program_for_ddp(rank: int, world_size: int, optimizer: Callable[..., 
         assert program.accelerator.unwrap_model(program.model) is program.model
     assert len(found.norms) == EPOCHS * STEPS_AN_EPOCH
     assert_same(found, expected)
+
+
+@on_ranks(2)
+def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int) -> None:
+    """The bits and the reductions of a loop of one's own."""
+    own = build(grad_sync="every")
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    for batches in data(rank, 2, 3):
+        for batch in microbatches(own, batches):
+            (own(batch) / 3).backward()
+        update(optimizer)
+    with launched(rank, world_size):
+        accelerator = flat_accelerator(gradient_accumulation_steps=3, shard_options={"grad_sync": "every"})
+        model = plain_net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in chain(*data(rank, 2, 3)):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal(model.state_dict(), own.state_dict())
+    reductions = [each.fsdp_state.shared.ledger.calls["reduce"] for each in (model, own)]
+    assert reductions == [2 * 3 * len(model.fsdp_state.root.units)] * 2
 
 
 def assert_has(accelerator: Any, model: nn.Module, state: dict[str, Tensor]) -> None:

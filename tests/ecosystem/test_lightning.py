@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from flatfsdp import by_class, checkpoint, shard
+from flatfsdp import by_class, checkpoint, microbatches, register_forward_method, shard
 from tests.support.ranks import on_ranks
 
 L = pytest.importorskip("lightning", reason="needs Lightning")
@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
+from tests.support.against_plain import assert_equal  # noqa: E402
 from tests.support.assertions import assert_raises  # noqa: E402
 
 WIDTH, COUNT = 8, 24
@@ -133,6 +134,30 @@ def test_a_program_for_ddp_has_its_losses_and_norms(
     rounding = 1e-2 if "precision" in options else 1e-5
     for each in ("one unit", "units"):
         torch.testing.assert_close(found[each], found["ddp"], rtol=rounding, atol=1e-6)
+
+
+@on_ranks(2)
+def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The bits and the reductions of a loop of one's own."""
+    torch.manual_seed(0)
+    own: Any = shard(Program(), by_class(nn.Sequential), grad_sync="every")
+    register_forward_method(own, "loss")
+    (optimizer,), _ = own.configure_optimizers()
+    rows = list(data(rank).dataset)[: COUNT // 2]
+    batches = torch.stack(rows).split(2)
+    for step in range(3):
+        for batch in microbatches(own, batches[2 * step : 2 * step + 2]):
+            (own.loss(batch) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    module: Any = Program()
+    strategy = FlatFSDPStrategy(by_class(nn.Sequential), grad_sync="every")
+    own_data = {"max_epochs": 1, "accumulate_grad_batches": 2, "use_distributed_sampler": False}
+    trainer(rank, world_size, tmp_path, strategy, **own_data).fit(module, DataLoader(rows, batch_size=2))
+    assert_equal(module.state_dict(), own.state_dict())
+    reductions = [each.fsdp_state.shared.ledger.calls["reduce"] for each in (module, own)]
+    assert reductions == [len(batches) * len(own.fsdp_state.root.units)] * 2
 
 
 @on_ranks(2)

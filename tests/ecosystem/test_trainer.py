@@ -113,6 +113,27 @@ def test_losses_and_gradient_norms_are_those_of_ddp(
             torch.testing.assert_close(value, ddp.model.state_dict()[name], rtol=1e-4, atol=1e-3)
 
 
+@on_ranks(2)
+def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A model that was sharded so has the same bits; there are as many reductions as microbatches."""
+
+    def trained(model: Any, flat: Any = None) -> tuple[Tensor, dict[str, Tensor], int]:
+        trainer = flat_trainer(model, arguments(tmp_path), flat=flat)
+        trainer.train()
+        reductions = trainer.model.fsdp_state.shared.ledger.calls["reduce"]
+        return history(trainer), trainer.model.state_dict(), reductions
+
+    with launched(rank, world_size):
+        plain, sharded, default = (FAMILIES["Llama"].build() for _ in range(3))
+        shard(sharded, policy_of(sharded), grad_sync="every")
+        losses, state, reductions = trained(plain, flat_arguments(grad_sync="every"))
+        expected, expected_state, _ = trained(sharded)
+        assert torch.equal(losses, expected) and same(state, expected_state)
+        _, last, fewer = trained(default)
+        # Two epochs of three steps, with five microbatches.
+        assert reductions * 6 == fewer * 10 and not same(state, last)
+
+
 @pytest.mark.parametrize("after", [2, 4])
 @on_ranks(2)
 def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(

@@ -51,6 +51,7 @@ def ranks_of(row: Configuration) -> Parallelism:
     ("world_size", "words", "number"),
     [
         (2, ["pp 2, interleaved, bf16", "tp 2, fp8-delayed", "tp 2 + SP, fp8-weights"], 3),
+        (2, ["dp_shard 2, bf16, zero2, wgrad off, grad_sync every"], 1),
         (4, ["pp 2 x dp_shard 2, 1f1b, fp8-delayed", "pp 2 x tp 2 + SP, gpipe, bf16"], 2),
     ],
 )

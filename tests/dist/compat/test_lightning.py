@@ -40,14 +40,15 @@ def start(rank: int, world_size: int, **options: Any) -> Any:
     return fabric
 
 
-def build(flag: bool = True, compiled: bool = False) -> FlatFSDP:
+def build(flag: bool = True, compiled: bool = False, **options: Any) -> FlatFSDP:
     """A GPT with FP8 layers and sharded FP8 weights."""
     model = GPT(CONFIG)
     convert(model.blocks, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     for block in model.blocks if compiled else ():
         block.forward = torch.compile(block.forward, backend="eager")
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    return auto_wrap(model, by_class(Block), precision=precision, optimize_backward_concat=flag)
+    options |= {"precision": precision, "optimize_backward_concat": flag}
+    return auto_wrap(model, by_class(Block), **options)
 
 
 def batches_of(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -108,11 +109,17 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
 
 @on_ranks(1, 2)
 def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
-    """The same with the flag off, and with compiled blocks."""
+    """The same with the flag off, with compiled blocks, and with reductions in every microbatch."""
     expected = train_plainly(build(), rank)
     for options, by_hand in (({}, False), ({}, True), ({"flag": False}, False), ({"compiled": True}, False)):
         found = train_with_fabric(start(rank, world_size), build(**options), by_hand=by_hand)
         assert same_trace(found, expected) == dict.fromkeys(Trace._fields, True), (options, by_hand)
+    often = train_plainly(build(grad_sync="every"), rank)
+    # Alone it reduces nothing.
+    assert same(often.grads, expected.grads) == (world_size == 1)
+    for by_hand in (False, True):
+        found = train_with_fabric(start(rank, world_size), build(grad_sync="every"), by_hand=by_hand)
+        assert same_trace(found, often) == dict.fromkeys(Trace._fields, True), by_hand
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------

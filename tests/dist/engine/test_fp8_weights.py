@@ -67,7 +67,8 @@ def test_the_same_bits_on_four_ranks(rank: int) -> None:
 @on_ranks(4)
 def test_hybrid_sharding(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    assert_same_runs(rank, *(build(in_fp8, BF16, mesh=mesh) for in_fp8 in (False, True)))
+    for sync in ("last", "every"):
+        assert_same_runs(rank, *(build(in_fp8, BF16, mesh=mesh, grad_sync=sync) for in_fp8 in (False, True)))
 
 
 @on_ranks(2)

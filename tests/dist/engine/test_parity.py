@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flatfsdp import Debug, Precision, Prefetch
+from tests.support.against_plain import assert_equal
 from tests.support.meshes import HYBRID, REPLICATED
-from tests.support.models import Trace, build, same_trace, train, train_unsharded
+from tests.support.models import (
+    FLAGS,
+    Trace,
+    backward,
+    build,
+    data,
+    plain_net,
+    same_trace,
+    train,
+    train_unsharded,
+    whole_grads,
+)
 from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks
 
@@ -50,6 +65,28 @@ def assert_equals_the_unsharded_model(model: Any, trace: Trace, rank: int, world
     assert list(ours) == list(state)
     torch.testing.assert_close(ours, state, rtol=1e-4, atol=1e-6)
     assert all(error(ours[name], expected) < 1e-6 for name, expected in state.items())
+
+
+@FLAGS
+@on_ranks(2)
+def test_the_order_of_sums_is_written_down(rank: int, flag: bool) -> None:
+    """Over microbatches, then ranks, or over ranks, then microbatches: one process has the same bits."""
+    net = plain_net()
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    grads = [
+        [torch.autograd.grad(net(tokens), parameters) for batches in data(owner, 1, 3) for tokens in batches]
+        for owner in range(2)
+    ]
+    for sync, order in (("last", grads), ("every", zip(*grads, strict=True))):
+        total = reduce(added, (reduce(added, each) for each in order))
+        model = build(grad_sync=sync, optimize_backward_concat=flag)
+        ((*batches,),) = data(rank, 1, 3)
+        backward(model, batches)
+        assert_equal(whole_grads(model), dict(zip(names, (grad / 2 for grad in total), strict=True)))
+
+
+def added(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
 
 from examples.timeline import load_spans, overlap_of
 from tests.support.programs import TORCHRUN, Program, run_program
@@ -168,12 +169,34 @@ def test_with_lanes_a_run_goes_on_with_the_same_bits_on_other_ranks(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_other_settings_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_gradients_are_reduced_is_a_setting_of_the_run(tmp_path: Path) -> None:
+    """It changes the order of sums over two shards, but not over two stages."""
+    options = ("--steps", "2", "--grad-sync", "every", "--pp")
+    for pp, said in (("1", "every"), ("2", "last")):
+        folder = tmp_path / pp
+        folder.mkdir()
+        assert [step["step"] for step in resume(folder, *options, pp)] == [1, 2]
+        (extra,) = folder.glob("checkpoints/*/extra-*.pt")
+        assert torch.load(extra)["settings"]["grad sync"] == said
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example as a module."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     spec = importlib.util.spec_from_file_location("pretrain_llama", EXAMPLE)
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lanes_say_when_gradients_are_reduced(example: Any) -> None:
+    result = CliRunner().invoke(example.app, ["--lanes", "4", "--grad-sync", "every"])
+    assert result.exit_code == 2 and "leave --grad-sync out" in result.output
+
+
+def test_other_settings_are_refused_by_name(example: Any) -> None:
     settings = {"model": {"heads": 2}, "seed": 0, "precision": "bf16"}
     example.check_same_run(settings, dict(settings))
     with pytest.raises(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from flatfsdp import Precision, by_class, shard
+from flatfsdp import Precision, by_class, microbatches, shard
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, stage_layers
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import FlatStage, ParallelMesh
+from tests.support.against_plain import assert_equal
 from tests.support.llamas import (
     CONFIG,
     MICROBATCHES,
@@ -27,7 +28,7 @@ from tests.support.llamas import (
     microbatches_of,
     samples,
 )
-from tests.support.models import same
+from tests.support.models import same, whole_grads
 from tests.support.plain_layers import assert_near, error
 from tests.support.ranks import on_ranks
 
@@ -74,15 +75,57 @@ def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
             off_and_on(mesh, schedule, **split, **low[schedule], reshard_after_forward=False, precision=BF16)
 
 
+def without_a_pipeline(mesh: ParallelMesh, **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and whole gradients of the first step, with all layers on each data-parallel rank."""
+    plain = Llama(CONFIG, fuse_wgrad_accumulation=True, recipe=options.pop("recipe", None))
+    model = shard(plain, by_class(TransformerLayer), mesh=mesh.dp, **options)
+    losses = []
+    for batch in microbatches(model, microbatches_of(samples(mesh.dp_rank)[0])):
+        loss = model(*batch)
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    return losses, whole_grads(model)
+
+
+@on_ranks(4)
+def test_gradients_reduced_in_every_microbatch_are_those_of_no_pipeline() -> None:
+    """With any schedule, flag off or on, bit for bit: a stage adds up its microbatches in their order."""
+    mesh = mesh_of(pp=2, tp=1)
+    fp8 = {"precision": Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())}
+    cases: list[tuple[dict[str, Any], tuple[ScheduleName, ...]]] = [
+        ({}, get_args(ScheduleName)),
+        ({**fp8, "recipe": CurrentScaling()}, ("interleaved",)),
+    ]
+    for options, schedules in cases:
+        losses, every = without_a_pipeline(mesh, **options, grad_sync="every")
+        _, last = without_a_pipeline(mesh, **options)
+        for schedule in schedules:
+            found = off_and_on(mesh, schedule, **options, grad_sync="every")
+            assert same(found.losses[:MICROBATCHES], losses if found.losses else [])
+            assert_equal(found.first_grads, {name: every[name] for name in found.first_grads})
+            # Ranks and microbatches are added in another order.
+            assert not all(torch.equal(grad, last[name]) for name, grad in found.first_grads.items())
+        default = SmallPipeline("1f1b", mesh, **options).train().first_grads
+        assert_equal(default, {name: last[name] for name in default})
+
+
 @pytest.mark.parametrize("world_size", [2, 4], ids=["tp2", "tp2-dp2"])
 @on_ranks()
 def test_tensor_and_data_parallel_ranks_are_one_process(world_size: int) -> None:
     mesh = mesh_of(pp=1, tp=2)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
-    for sequence_parallel in (False, True) if world_size == 2 else (True,):
-        on = off_and_on(mesh, "1f1b", sequence_parallel=sequence_parallel)
+    cases: tuple[dict[str, Any], ...] = (
+        ({"sequence_parallel": False}, {"sequence_parallel": True})
+        if world_size == 2
+        else ({"sequence_parallel": True}, {"sequence_parallel": True, "grad_sync": "every"})
+    )
+    for options in cases:
+        on = off_and_on(mesh, "1f1b", **options)
         assert on.losses and on.first_grads.keys() == grads.keys()
         assert_close(on, losses, grads)
+    if world_size == 4:
+        stored = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+        off_and_on(mesh, "1f1b", **cases[-1], precision=stored, recipe=CurrentScaling())
 
 
 @pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])

@@ -122,12 +122,14 @@ class Probe(FlatStage):
             }
             self.reduced: list[int] = []
             self.kept: list[bool] = []
+            self.unreduced: list[bool] = []
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(*args, **kwargs)
         self.reduced.append(self.submod.fsdp_state.shared.ledger.calls["reduce"])
         self.kept.append(has_parameters(self))
+        self.unreduced.append(any(group.main_grad.holds_gradients for group in groups_of(self)))
 
 
 def has_parameters(stage: FlatStage) -> bool:
@@ -177,6 +179,33 @@ def test_a_unit_is_reduced_once_a_step_inside_the_last_backward(
             if not stage.is_first:
                 # All but the first block, and what is around the blocks, before the backward is over.
                 assert inside == [0] * (MICROBATCHES - 1) + [len(stage.submod.blocks) - 1]
+
+
+@SCHEDULES
+@on_ranks(4)
+def test_every_backward_reduces_and_gradients_are_divided_once(rank: int, schedule: type) -> None:
+    """Between microbatches there are shards of gradients alone, apart from those of earlier steps."""
+    first, second = tokens_of(rank % 2, steps=2)
+    options: dict[str, Any] = {"stage": Probe, "grad_sync": "every"}
+    divided, summed = (
+        Pipeline(schedule, 2, 2, **options),
+        Pipeline(schedule, 2, 2, scale_grads=False, **options),
+    )
+    grads = []
+    for tokens in (first, second):
+        for pipeline in (divided, summed):
+            for model in pipeline.models:
+                model.fsdp_state.shared.ledger.reset()
+            pipeline.zero_grad()
+            pipeline.step(tokens)
+            for stage in pipeline.stages:
+                units = len(groups_of(stage))
+                assert stage.reduced == [units * (number + 1) for number in range(MICROBATCHES)]
+                assert stage.unreduced == [False] * MICROBATCHES
+        grads.append(divided.grads())
+        assert same(summed.grads(), [grad * MICROBATCHES for grad in grads[-1]])
+    divided.step(first)
+    assert same(divided.grads(), [a + b for a, b in zip(grads[1], grads[0], strict=True)])
 
 
 @SCHEDULES

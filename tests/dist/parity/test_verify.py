@@ -58,7 +58,7 @@ def test_a_resnet_with_batch_norm_is_equal_with_all_that_can_be_switched() -> No
     found = verify(ResNet, images, steps=2)
     found.require()
     assert [row.switch for row in found.rows] == ["flag", "reshard"]
-    assert set(found.left_out) == {"fusion", "cache", "storage", "replay"}
+    assert set(found.left_out) == {"fusion", "cache", "storage", "replay", "sync"}
     content = json.loads(found.json())
     assert content["equal"] and content["rows"][0]["off"]["losses"] == content["rows"][0]["on"]["losses"]
     assert len({*content["rows"][0]["off"]["losses"]}) == 2, "nothing was trained"
@@ -99,6 +99,13 @@ def test_a_planted_bit_is_found_with_step_rank_parameter_and_element() -> None:
         AssertionError, match=r"flag off / flag on, gradients: first difference on rank 1: step 1"
     ):
         found.require()
+
+
+@on_ranks(2)
+def test_gradients_of_a_single_microbatch_may_be_reduced_in_each() -> None:
+    found = verify(Counting, rows, switches=["sync"], policy=by_class(nn.Linear), steps=2, microbatches=1)
+    assert [row.name for row in found.rows] == ["reduced last / reduced each"]
+    found.require()
 
 
 def fp8_model() -> nn.Module:
@@ -171,6 +178,10 @@ def test_what_cannot_be_verified_says_so() -> None:
 
     for options, message in (
         ({"switches": ["fusion"]}, "switch 'fusion': no layer of the model can fuse"),
+        (
+            {"switches": ["sync"]},
+            "switch 'sync': gradients of several microbatches are added in another order",
+        ),
         ({"switches": ["cache"]}, "switch 'cache': the model's forward does not take is_first_microbatch"),
         ({"batches": few}, "batches ended in step 0 on rank"),
         (

@@ -1,4 +1,4 @@
-"""The plan of a step, against the step: buffers, saved activations and what is sent."""
+"""The plan of a step, against the step: buffers, saved activations, gradients and what is sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.lib.copy_counter import CopyCounter
 from flatfsdp import Precision
-from flatfsdp.engine.whole.memory import MemoryReport
+from flatfsdp.engine.whole.memory import MemoryReport, buffers_of
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import LlamaConfig, LlamaPipeline
@@ -27,9 +28,10 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
 from flatfsdp.plan import Job, Machine, Parallelism, Sent
 from flatfsdp.plan.memory import in_flight
-from flatfsdp.plan.stages import Tracer
+from flatfsdp.plan.stages import Stage, Tracer
 from flatfsdp.plan.time import sent_by
-from flatfsdp.plan.trace.step import REST
+from flatfsdp.plan.trace.live_memory import allocated
+from flatfsdp.plan.trace.step import GRADIENT, REST
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 
@@ -59,6 +61,7 @@ def pipeline_of(job: Job, mesh: ParallelMesh) -> LlamaPipeline:
         sequence_parallel=job.ranks.sequence_parallel,
         recipe=job.recipe,
         reshard_after_forward=job.reshard_after_forward,
+        grad_sync=job.grad_sync,
     )
 
 
@@ -200,12 +203,14 @@ def test_activations_are_what_autograd_saves() -> None:
 
 class Watched(NamedTuple):
     """One step: the engine's ledger, bytes of all collectives, and what stages send each other; for each of
-    the rank's stages, microbatches that it held between forward and backward, at most at a time."""
+    the rank's stages, microbatches that it held between forward and backward, at most at a time, and bytes of
+    gradients that it had at the beginning of each backward, unreduced and summed over shards."""
 
     ledger: Counter[str]
     collectives: float
     pp: int
     in_flight: list[int]
+    gradients: list[list[tuple[int, int]]]
 
 
 def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
@@ -217,6 +222,9 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
     if job.ranks.pp > 1:
         pipeline.evaluate(batches)  # a new schedule is compared, which is sent once
     before = sum((stage.fsdp_state.shared.ledger.bytes for stage in pipeline.stages), Counter[str]())
+    gradients: list[list[tuple[int, int]]] = [[] for _ in pipeline.stages]
+    for stage, noted in zip(pipeline.stages, gradients, strict=True):
+        stage.register_forward_hook(partial(watch_gradients, noted))
     sent, held, largest = 0, Counter[int](), list[int]()
 
     def sending(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
@@ -251,11 +259,24 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
         counter = stack.enter_context(CopyCounter(min_numel=0))
         pipeline.forward_backward(batches)
     ledger = sum((stage.fsdp_state.shared.ledger.bytes for stage in pipeline.stages), Counter[str]()) - before
-    return Watched(
-        ledger, sum(each.wire for each in counter.collectives if each.name != "identity"), sent, largest
-    )
+    collectives = sum(each.wire for each in counter.collectives if each.name != "identity")
+    return Watched(ledger, collectives, sent, largest, gradients)
 
 
+def watch_gradients(noted: list[tuple[int, int]], stage: Any, _inputs: Any, output: Tensor) -> None:
+    groups = [group for _, unit in units_in(stage) for group in unit.fsdp_state.groups]
+
+    def note(_: Tensor) -> None:
+        buffers = [tensor for group in groups for name, tensor in buffers_of(group) if name == "main_grad"]
+        sums = [group.partial_grad for group in groups if group.partial_grad is not None]
+        noted.append(
+            (sum(allocated(each.nbytes) for each in buffers), sum(allocated(each.nbytes) for each in sums))
+        )
+
+    output.register_hook(note)
+
+
+EVERY = {"grad_sync": "every"}
 Ways = list[tuple[Parallelism, dict[str, Any]]]
 
 
@@ -267,20 +288,34 @@ def jobs_of(ways: Ways) -> list[Job]:
     ]
 
 
-def planned_sent(ways: Ways) -> list[list[Sent]]:
-    """What each pipeline rank sends, of each job."""
+Planned = tuple[Sent, list[list[tuple[int, int]]]]
+"""What a pipeline rank sends, and gradients of each of its stages as in `Watched`."""
+
+
+def planned_sent(ways: Ways) -> list[list[Planned]]:
+    """What each pipeline rank sends and has, of each job."""
     tracer = Tracer(Machine())
-    return [[sent_by(job, stages) for stages in tracer.stages(job)] for job in jobs_of(ways)]
+    return [
+        [(sent_by(job, stages), [*map(gradients_of, stages)]) for stages in tracer.stages(job)]
+        for job in jobs_of(ways)
+    ]
 
 
-def sent_as_planned(rank: int, world_size: int, ways: Ways, all_planned: list[list[Sent]]) -> None:
+def gradients_of(stage: Stage) -> list[tuple[int, int]]:
+    each = [(held.get("main_grad", 0), held.get(GRADIENT, 0)) for held in stage.trace.waiting]
+    return [found for found, times in zip(each, stage.times, strict=True) for _ in range(times)]
+
+
+def sent_as_planned(rank: int, world_size: int, ways: Ways, all_planned: list[list[Planned]]) -> None:
     for job, by_rank in zip(jobs_of(ways), all_planned, strict=True):
         mesh = mesh_of(job.ranks)
-        step, planned = watch_step(job, mesh), by_rank[mesh.pp_rank]
+        step, (planned, gradients) = watch_step(job, mesh), by_rank[mesh.pp_rank]
         case = str(job)
         for kind in ("gather", "reduce", "all_reduce", "tp_all_reduce"):
             assert getattr(planned, kind) == step.ledger[kind], (kind, case)
         assert planned.pp == step.pp, case
+        for found, expected in zip(step.gradients, gradients, strict=True):
+            assert found == expected, case
         # Amaxes are sent, too.
         exactness = 0.02 if job.recipe else 1e-9
         sent = planned.total - planned.pp
@@ -296,10 +331,14 @@ def sent_as_planned(rank: int, world_size: int, ways: Ways, all_planned: list[li
             for n in (1, 3)
             for frees in (True, False)
         ),
-        (Parallelism(dp_replicate=2, dp_shard=4), {}),
+        *((Parallelism(dp_shard=3), {"reshard_after_forward": frees, **EVERY}) for frees in (True, False)),
+        *((Parallelism(dp_replicate=2, dp_shard=4), more) for more in ({}, EVERY)),
         (Parallelism(tp=2), {}),
         (Parallelism(tp=2, sequence_parallel=True), {}),
-        (Parallelism(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), {}),
+        *(
+            (Parallelism(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), more)
+            for more in ({}, EVERY)
+        ),
     ],
     ids=str,
 )
@@ -315,6 +354,7 @@ def test_what_a_pipeline_sends_and_has_in_flight() -> None:
     pipelines: Ways = [
         (all_four, {"schedule": "gpipe"}),
         (both, {"reshard_after_forward": False}),
+        (both, {"schedule": "interleaved", **EVERY}),
         (Parallelism(pp=2, tp=2, sequence_parallel=True), {"schedule": "interleaved"}),
     ]
     run_ranks(4, sent_as_planned, pipelines, planned_sent(pipelines))

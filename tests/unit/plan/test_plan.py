@@ -15,7 +15,7 @@ from torch import nn
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS
-from flatfsdp.options import Precision
+from flatfsdp.options import GradSync, Precision
 from flatfsdp.plan import Job, Machine, Model, Parallelism, advise, plan, search
 from flatfsdp.plan.links import Group
 from tests.support.plan_command import check_refused, run
@@ -63,10 +63,13 @@ def test_what_is_too_large_and_what_would_help_is_said() -> None:
     # What it says of a change is what a plan with the change says.
     changed = planned(*options, "--grad-sync", "every")
     assert (changed["peak_gib"], changed["ms"]) == (advice[often]["peak_gib"], advice[often]["ms"])
+    best = report["advice"][0]
+    assert planned(*options, *best["options"])["peak_gib"] == best["peak_gib"]
     shallow = run(*options[:-1], "12", "--layers", "4")
     assert shallow.exit_code == 1
     too_much = "GiB too much on one rank, at the backward: activations"
-    assert all(words in shallow.output for words in ("DOES NOT FIT", too_much, checkpoint))
+    words = ("DOES NOT FIT", too_much, checkpoint, "It fits with --")
+    assert all(each in shallow.output for each in words)
     assert planned(*options[:-1], "40")["advice"] == []
 
 
@@ -80,6 +83,23 @@ def test_several_changes_are_offered_if_none_is_enough() -> None:
     assert {each.plan.job.ranks.world for each in others} == {64}
     split = next(each.plan.job for each in others if each.plan.job.ranks.tp > 1)
     assert split.ranks.dp * split.microbatches == 64 * 8
+
+
+def test_a_pipeline_may_reduce_gradients_in_every_microbatch() -> None:
+    ranks = Parallelism(pp=2, dp_replicate=2, dp_shard=8)
+    job = Job(replace(PRESETS["1b"], layers=4), ranks, microbatches=8)
+    small = Machine(gpu_memory=8e9)
+    last, every = plan(job, small), plan(replace(job, grad_sync="every"), small)
+    whole, window = (
+        next(line.nbytes for line in found.memory.passing if line.name == "main_grad")
+        for found in (last, every)
+    )
+    assert window < whole / 4 and every.memory.peak < last.memory.peak - whole / 2
+    assert every.sent == last.sent._replace(reduce=8 * last.sent.reduce)
+    (offered,) = (
+        each for each in advise(last) if each.plan.job.grad_sync == "every" and len(each.changes) == 1
+    )
+    assert offered.plan == every
 
 
 def test_a_pipeline_names_the_rank_that_is_too_full() -> None:
@@ -194,12 +214,14 @@ def test_a_table_of_layouts() -> None:
     assert found[0]["tokens_per_s"] >= found[1]["tokens_per_s"] >= found[2]["tokens_per_s"]
 
 
+@pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("frees", [True, False], ids=["zero3", "zero2"])
 @pytest.mark.parametrize("layers", [1, 8])
-def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool) -> None:
+def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool, sync: GradSync) -> None:
     """With few tokens next to nothing is hidden."""
     model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Parallelism.over(8)
-    share = plan(Job(model, ranks, reshard_after_forward=frees)).time.hidden_share
+    job = Job(model, ranks, microbatches=3, reshard_after_forward=frees, grad_sync=sync)
+    share = plan(job).time.hidden_share
     assert share is not None and -1e-9 < share < 0.1
 
 
@@ -207,8 +229,6 @@ def test_what_a_job_cannot_be_is_refused() -> None:
     model = Model(lambda: nn.Linear(2, 2), [torch.zeros(2)])
     with pytest.raises(ValueError, match="is for a LlamaConfig"):
         Job(model, Parallelism(tp=2))
-    with pytest.raises(ValueError, match="a pipeline reduces gradients once a step"):
-        Job(PRESETS["1b"], Parallelism(pp=2), microbatches=2, grad_sync="every")
     with pytest.raises(ValueError, match="search finds ranks for a LlamaConfig"):
         search(Job(model, Parallelism()), global_batch=1)
 

@@ -163,7 +163,7 @@ def unsupported(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
     is_uneven = accelerator.even_batches is False
     yield "accelerator_config.even_batches=False", is_uneven, "all ranks have to have as many microbatches"
     syncs = (accelerator.gradient_accumulation_kwargs or {}).get("sync_each_batch")
-    instead = "gradients are reduced in the last microbatch of a step"
+    instead = 'to reduce gradients in every microbatch, pass FlatArguments(grad_sync="every")'
     yield "gradient_accumulation_kwargs of sync_each_batch", syncs, instead
     optim = str(getattr(given.optim, "value", given.optim))
     instead = f"choose one of {', '.join(OPTIMIZERS)}, or an elementwise one by optimizer_cls_and_kwargs"

@@ -40,6 +40,7 @@ def test_a_few_layers_say_what_all_do() -> None:
         Job(CONFIG, Parallelism(dp_shard=4), microbatches=2, prefetch=Prefetch(0, 2)),
         Job(CONFIG, Parallelism(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), microbatches=3),
         Job(CONFIG, Parallelism(pp=2, dp_shard=2), microbatches=4, schedule="gpipe"),
+        Job(CONFIG, Parallelism(pp=2, dp_shard=2), microbatches=4, schedule="interleaved", grad_sync="every"),
     ]
     for job in jobs:
         assert_same(plan(job), whole(job), rounding=0)
