@@ -229,6 +229,8 @@ def test_what_a_job_cannot_be_is_refused() -> None:
     model = Model(lambda: nn.Linear(2, 2), [torch.zeros(2)])
     with pytest.raises(ValueError, match="is for a LlamaConfig"):
         Job(model, Parallelism(tp=2))
+    with pytest.raises(ValueError, match='take "last" or "every"'):
+        Job(PRESETS["1b"], Parallelism(dp_shard=2), grad_sync="auto")
     with pytest.raises(ValueError, match="search finds ranks for a LlamaConfig"):
         search(Job(model, Parallelism()), global_batch=1)
 
