@@ -98,6 +98,7 @@ def test_ranks_that_are_told_other_models_all_raise(rank: int, world_size: int) 
         ({"batch": 2}, {"batch": 1}, "batch={} of LlamaPipeline"),
         ({"seed": 0}, {"seed": 1}, "seed={} of LlamaPipeline"),
         ({"schedule": "1f1b"}, {"schedule": "gpipe"}, "schedule={} of LlamaPipeline"),
+        ({"grad_sync": "last"}, {"grad_sync": "every"}, "grad_sync={} of LlamaPipeline"),
     ):
         ours, theirs = (message.format(repr(value_in(given))) for given in (first, other))
         expected = f"rank 0 has [{ours}] where rank {world_size - 1} has [{theirs}]"
@@ -151,13 +152,22 @@ def fail_at(count: int, where: str) -> Callable[..., None]:
 
 @RESHARD
 @FLAGS
-@pytest.mark.parametrize(("pp", "where"), [(1, "forward"), (1, "loss"), (1, "backward"), (2, "backward")])
+@pytest.mark.parametrize(
+    ("pp", "where", "sync"),
+    [
+        (1, "forward", "last"),
+        (1, "loss", "last"),
+        (1, "backward", "last"),
+        (1, "backward", "every"),
+        (2, "backward", "last"),
+    ],
+)
 @on_ranks(2)
 def test_a_failed_microbatch_leaves_the_next_step_clean(
-    rank: int, world_size: int, pp: int, where: str, flag: bool, reshard: bool
+    rank: int, world_size: int, pp: int, where: str, sync: str, flag: bool, reshard: bool
 ) -> None:
     """Fails with one stage in its second microbatch; with two, in the first's last backward."""
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "grad_sync": sync}
     dp = world_size // pp
     pipeline, fresh = (Pipeline(Schedule1F1B, pp, dp, **options) for _ in range(2))
     first, failing, clean = tokens_of(rank % dp)

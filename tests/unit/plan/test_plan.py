@@ -177,7 +177,10 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, option: str, content: A
         ("--precision fp8-block --fp8-weights", "choose another recipe"),
         ("--search", "--search needs --global-batch"),
         ("--search --global-batch 1 --gpus 4096", "cannot share 1 sequences"),
-        ("--search --global-batch 8 --gpu-memory 10", "nothing fits"),
+        (
+            "--search --global-batch 8 --gpu-memory 10",
+            "shorter sequences, reductions in every microbatch, or FP8 weights",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(options: str, message: str) -> None:
@@ -195,6 +198,13 @@ def test_search_over_thousands_of_gpus_takes_seconds() -> None:
     assert ranks.world == ranks.tp * ranks.pp * ranks.dp == 8192
     assert found.job.batch * found.job.microbatches * ranks.dp == 8192
     assert found.fits and plan(found.job) == found
+
+
+def test_search_plans_pipelines_that_reduce_in_every_microbatch() -> None:
+    job = Job(replace(PRESETS["1b"], layers=2), Parallelism.over(4), grad_sync="every")
+    found = search(job, global_batch=16, count=100)
+    assert {each.job.ranks.pp for each in found} == {1, 2}
+    assert all(each.job.grad_sync == "every" and each == plan(each.job) for each in found[:2])
 
 
 def test_search_passes_over_sizes_that_fp8_cannot_have() -> None:
