@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,7 +26,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
-from tests.support.assertions import assert_raises  # noqa: E402
+from tests.support.assertions import assert_equal, assert_raises  # noqa: E402
 
 WIDTH, COUNT = 8, 24
 
@@ -133,6 +134,19 @@ def test_a_program_for_ddp_has_its_losses_and_norms(
     rounding = 1e-2 if "precision" in options else 1e-5
     for each in ("one unit", "units"):
         torch.testing.assert_close(found[each], found["ddp"], rtol=rounding, atol=1e-6)
+
+
+@on_ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int, tmp_path: Path) -> None:
+    found = []
+    for options in ({"mesh": dist.init_device_mesh("cpu", (2, 2))}, {"dp_shard": 2}):
+        torch.manual_seed(rank)
+        module = Program()
+        strategy = FlatFSDPStrategy(by_class(nn.Sequential), **options)
+        trainer(rank, world_size, tmp_path, strategy, gradient_clip_val=0.1).fit(module, data(), data(1))
+        found.append([*module.seen, *module.state_dict().values()])
+        assert (module.fsdp_state.grid.replicate.size, module.fsdp_state.grid.shard.size) == (2, 2)
+    assert_equal(*found)
 
 
 @on_ranks(2)

@@ -40,14 +40,14 @@ def start(rank: int, world_size: int, **options: Any) -> Any:
     return fabric
 
 
-def build(flag: bool = True, compiled: bool = False) -> FlatFSDP:
+def build(flag: bool = True, compiled: bool = False, **options: Any) -> FlatFSDP:
     """A GPT with FP8 layers and sharded FP8 weights."""
     model = GPT(CONFIG)
     convert(model.blocks, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     for block in model.blocks if compiled else ():
         block.forward = torch.compile(block.forward, backend="eager")
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    return auto_wrap(model, by_class(Block), precision=precision, optimize_backward_concat=flag)
+    return auto_wrap(model, by_class(Block), precision=precision, optimize_backward_concat=flag, **options)
 
 
 def batches_of(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -113,6 +113,15 @@ def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
     for options, by_hand in (({}, False), ({}, True), ({"flag": False}, False), ({"compiled": True}, False)):
         found = train_with_fabric(start(rank, world_size), build(**options), by_hand=by_hand)
         assert same_trace(found, expected) == dict.fromkeys(Trace._fields, True), (options, by_hand)
+
+
+@on_ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int) -> None:
+    expected = train_plainly(build(mesh=dist.init_device_mesh("cpu", (2, 2))), rank)
+    flat = build(dp_shard=2)
+    assert (flat.fsdp_state.grid.replicate.size, flat.fsdp_state.grid.shard.size) == (2, 2)
+    found = train_with_fabric(start(rank, world_size), flat)
+    assert same_trace(found, expected) == dict.fromkeys(Trace._fields, True)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------
