@@ -137,7 +137,7 @@ def require_flag(name: str, value: object) -> None:
         return
     hint = ""
     if name == "reshard_after_forward" and isinstance(value, int):
-        hint = ". A number is FSDP2's; here a 2-D mesh=, (replicate, shard), shards over fewer ranks"
+        hint = ". A number is FSDP2's; here dp_shard= shards over fewer ranks"
     raise TypeError(f"{name} is {value!r}; it must be True or False{hint}")
 
 
@@ -228,6 +228,9 @@ class Options(TypedDict, total=False):
             that a mesh of (N, 1) replicates only: parameters stay whole on every rank, and gradients are
             all-reduced.  Default: shard over all ranks, or this process alone without torch.distributed.
             `DeviceMesh.from_group(group, "cuda")` makes a mesh of a process group.
+        dp_shard: instead of mesh, number of neighbouring ranks that share one copy of the parameters (HSDP):
+            those of a host, say.  Such groups are replicas of each other, as in a mesh of (ranks / dp_shard,
+            dp_shard).
         tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
             ranks, which have the same parts, as mesh.  A parameter that no layer declares as split must have
             the same value and the same gradient on all of tp_group.  `state_dict()` and
@@ -271,6 +274,7 @@ class Options(TypedDict, total=False):
     """
 
     mesh: DeviceMesh | None
+    dp_shard: int | None
     tp_group: dist.ProcessGroup | None
     device: torch.device | str | None
     param_init_fn: Callable[[nn.Module], None] | None

@@ -1,6 +1,6 @@
 """`Grid`: the ranks that shard, replicate and split the parameters of one unit.
 
-In:   the options mesh and tp_group.
+In:   the options mesh, dp_shard and tp_group.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.comm.agreement import check_same_on_all_ranks
+from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import under_torchrun
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
@@ -86,6 +88,38 @@ class Grid:
         grid.tensor.require_apart(shard)
         grid.tensor.require_apart(replicate)
         return grid
+
+
+def mesh_of_shard_groups(dp_shard: int) -> DeviceMesh | None:
+    """Arranges all ranks as replicas of groups of neighbours; None if one group has them all.
+
+    Collective over all ranks.  Calls with the same number share their process groups.
+
+    Args:
+        dp_shard: number of ranks in a group.
+
+    Raises:
+        ValueError: if it is no positive number, or does not divide the number of ranks.
+        RuntimeError: if ranks pass other numbers; in one of several processes of torchrun, if
+            torch.distributed is not initialised.
+    """
+    if not isinstance(dp_shard, int) or isinstance(dp_shard, bool) or dp_shard < 1:
+        raise ValueError(f"dp_shard is {dp_shard!r}; it must be the number of ranks that share parameters")
+    everyone, _ = _every_rank()
+    if everyone.size % dp_shard:
+        raise ValueError(f"dp_shard is {dp_shard}; it has to divide the number of ranks, {everyone.size}")
+    if everyone.group is None:
+        return None
+    device = torch.device("cuda" if "nccl" in dist.get_backend(everyone.group) else "cpu")
+    # Before groups are made, in which ranks would wait for each other.
+    check_same_on_all_ranks([f"dp_shard={dp_shard}"], [everyone], indexed(device), timeout=None)
+    if dp_shard == everyone.size:
+        return None
+    ranks = torch.arange(everyone.size).view(-1, dp_shard)
+    row, column = divmod(everyone.rank, dp_shard)
+    lines = (Ranks.among(tuple(line.tolist())) for line in (ranks[:, column], ranks[row]))
+    groups = [each.group for each in lines if each.group is not None]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _every_rank() -> tuple[Ranks, Ranks]:

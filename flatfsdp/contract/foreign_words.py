@@ -27,7 +27,7 @@ OPTIONS: Mapping[str, str] = {
     # FSDP1
     "auto_wrap_policy": "it is policy=, the second argument of shard: by_class(...) or by_size(...)",
     "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP reshard_after_forward=False, HYBRID_SHARD "
-    "a 2-D mesh=, (replicate, shard), and NO_SHARD a mesh= of (N, 1)",
+    "dp_shard=, the ranks of a host, and NO_SHARD a mesh= of (N, 1)",
     "process_group": 'it is mesh=DeviceMesh.from_group(process_group, "cuda")',
     "device_mesh": "it is mesh=",
     "mixed_precision": f"it is {_PRECISION}",

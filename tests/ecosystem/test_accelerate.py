@@ -159,6 +159,28 @@ def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int
     assert reductions == [2 * 3 * len(model.fsdp_state.root.units)] * 2
 
 
+@on_ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int) -> None:
+    found = []
+    for hybrid in (False, True):
+        with launched(rank, world_size):
+            accelerator = flat_accelerator(shard_options={"dp_shard": 2} if hybrid else None)
+            torch.manual_seed(0)
+            model = Net()
+            if not hybrid:
+                mesh = dist.init_device_mesh("cpu", (2, 2))
+                flatfsdp.shard(model, by_class(Block), mesh=mesh, device="cpu")
+            model = accelerator.prepare(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            loader = DataLoader(tokens(), batch_size=1)
+            parts = model, *accelerator.prepare(optimizer, loader), mock.MagicMock()
+            curves = train(Program(accelerator, *parts))
+            grid = model.fsdp_state.grid
+            assert (grid.replicate.size, grid.shard.size) == (2, 2)
+            found.append((curves.losses, curves.norms, [each.tolist() for each in curves.state.values()]))
+    assert found[0] == found[1]
+
+
 def assert_has(accelerator: Any, model: nn.Module, state: dict[str, Tensor]) -> None:
     found = accelerator.get_state_dict(model)
     assert all(map(torch.equal, found.values(), state.values()))

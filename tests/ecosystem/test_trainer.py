@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -21,7 +22,7 @@ from flatfsdp import Options, Precision, shard
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
-from tests.support.assertions import assert_raises
+from tests.support.assertions import assert_equal, assert_raises
 from tests.support.ecosystem.families import FAMILIES, VOCAB, adapted, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.faults.operations import watched
@@ -132,6 +133,20 @@ def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int
         _, last, fewer = trained(default)
         # Two epochs of three steps, with five microbatches.
         assert reductions * 6 == fewer * 10 and not same(state, last)
+
+
+@on_ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size):
+        found = []
+        for options in ({"mesh": dist.init_device_mesh("cpu", (2, 2))}, {"dp_shard": 2}):
+            args = arguments(tmp_path, num_train_epochs=1)
+            trainer = flat_trainer(FAMILIES["Llama"].build(), args, flat=flat_arguments(**options))
+            trainer.train()
+            grid = trainer.model.fsdp_state.grid
+            assert (grid.replicate.size, grid.shard.size) == (2, 2)
+            found.append([history(trainer), *trainer.model.state_dict().values()])
+        assert_equal(*found)
 
 
 @pytest.mark.parametrize("after", [2, 4])

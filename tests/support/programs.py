@@ -7,6 +7,7 @@ import json
 import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -101,10 +102,13 @@ class Program:
             return CompletedProcess(self._words, code, stdout, stderr)
 
     def kill(self) -> str:
-        """Kills it and its ranks at once; returns its stdout."""
+        """Kills it and its ranks at once, also those that torchrun has started; returns its stdout."""
         with self._folder:
             for process in self._processes:
+                children = _children_of(process)
                 process.kill()
+                for child in children:
+                    os.kill(child, signal.SIGKILL)
             for process in self._processes:
                 process.join()
             return self.printed()[0]
@@ -156,6 +160,16 @@ def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
     return {name: str(value) for name, value in {**numbers, **master, **elastic}.items()}
+
+
+def _children_of(process: ForkServerProcess) -> list[int]:
+    """Processes that it has started and that are still there."""
+    try:
+        return [
+            int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
+    except FileNotFoundError:
+        return []
 
 
 def _join(processes: Sequence[ForkServerProcess], timeout: float) -> bool:

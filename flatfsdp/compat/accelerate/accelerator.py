@@ -72,7 +72,7 @@ class FlatAccelerator(Accelerator):
     Args:
         policy: which modules become units; None: the layers that a Hugging Face model names
             (`flatfsdp.compat.transformers.policy_of`).
-        shard_options: `Options` of `flatfsdp.shard`, such as `reshard_after_forward`.  With
+        shard_options: `Options` of `flatfsdp.shard`, such as `dp_shard` for HSDP.  With
             mixed_precision="bf16", `precision` defaults to Precision(compute=torch.bfloat16).
         options: options of Accelerator, by name.
 

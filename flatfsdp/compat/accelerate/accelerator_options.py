@@ -45,7 +45,7 @@ def unsupported(
         yield f"the comm_hook {hook}", hook != "no", "say how gradients travel: Precision(reduce=...)"
     instead = "Accelerate divides losses, and deals out data, for an average over ranks; see FlatTrainer"
     yield "shard_options['lanes']", shard_options.get("lanes") is not None, instead
-    ours = "Accelerate says which device this rank has and which ranks there are"
+    ours = "Accelerate says which device this rank has and which ranks there are; dp_shard= groups them"
     for name in ("device", "mesh", "tp_group"):
         yield f"shard_options[{name!r}]", shard_options.get(name) is not None, ours
 

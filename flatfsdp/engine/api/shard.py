@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from typing_extensions import Unpack
 
+from flatfsdp.comm.grid import mesh_of_shard_groups
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.contract.foreign_words import OPTIONS, answering
 from flatfsdp.contract.mixed import mix, unmix
@@ -93,6 +94,14 @@ def make_units(model: nn.Module, policy: WrapPolicy | None, make: Callable[..., 
     if options.get("precision") is None:
         # Of the model as a whole: a unit with nothing but a router would take that one's dtype.
         options["precision"] = default_precision(parameters)
+    if (dp_shard := options.pop("dp_shard", None)) is not None:
+        instead = [name for name in ("mesh", "tp_group") if options.get(name) is not None]
+        if instead:
+            raise ValueError(
+                f"dp_shard arranges all ranks, and there is {instead[0]}, too; leave dp_shard out, and pass "
+                "mesh=make_mesh(dp_shard=..., dp_replicate=..., tp=...).dp"
+            )
+        options["mesh"] = mesh_of_shard_groups(dp_shard)
     for module, places in picked.items():
         try:
             unit = make(module, **options)

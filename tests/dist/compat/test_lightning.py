@@ -122,6 +122,15 @@ def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
         assert same_trace(found, often) == dict.fromkeys(Trace._fields, True), by_hand
 
 
+@on_ranks(4)
+def test_replicas_of_shard_groups(rank: int, world_size: int) -> None:
+    expected = train_plainly(build(mesh=dist.init_device_mesh("cpu", (2, 2))), rank)
+    flat = build(dp_shard=2)
+    assert (flat.fsdp_state.grid.replicate.size, flat.fsdp_state.grid.shard.size) == (2, 2)
+    found = train_with_fabric(start(rank, world_size), flat)
+    assert same_trace(found, expected) == dict.fromkeys(Trace._fields, True)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ def test_a_second_shard_says_so() -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_number_is_no_flag(call: str) -> None:
-    with pytest.raises(TypeError, match=r"reshard_after_forward is 2; .*FSDP2's.*mesh="):
+    with pytest.raises(TypeError, match=r"reshard_after_forward is 2; .*FSDP2's.*dp_shard="):
         CALLS[call](reshard_after_forward=2)
     for name in ("sync_module_states", "cpu_offload", "optimize_backward_concat", "cast_inputs"):
         with pytest.raises(TypeError, match=rf"{name} is 'no'; it must be True or False$"):
