@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler
 
 from flatfsdp import shard
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.compat.transformers import policy_of
 from tests.ecosystem.test_trainer import Text, arguments, flat_arguments, flat_trainer
 from tests.support.assertions import assert_raises
@@ -41,13 +42,13 @@ def losses(trainer: Any) -> list[float]:
 
 
 def trained(
-    rank: int, world_size: int, folder: Path, lanes: int, family: str, options: dict[str, Any]
+    rank: int, world_size: int, folder: Path, lanes: int | Lanes, family: str, options: dict[str, Any]
 ) -> Result:
     """Losses of each step, and whole weights after the last one.
 
     Args:
         options: `TrainingArguments`; besides, "dropout" is the model's, "until" a step to stop at, "resumes"
-            whether to go on from a checkpoint, and "times" how often to train.
+            whether to go on from a checkpoint, "times" how often to train, and "dp_shard" FlatArguments'.
     """
     import transformers
 
@@ -58,11 +59,12 @@ def trained(
     options = dict(options)
     of_model = {"attention_dropout": options.pop("dropout")} if "dropout" in options else {}
     resumes, until, times = (options.pop(name, None) for name in ("resumes", "until", "times"))
+    dp_shard = options.pop("dp_shard", None)
     with launched(rank, world_size):
         trainer = flat_trainer(
             FAMILIES[family].build(**of_model),
             lane_arguments(folder, world_size, **options),
-            flat=flat_arguments(lanes=lanes),
+            flat=flat_arguments(lanes=lanes, dp_shard=dp_shard),
             callbacks=[Stop()],
         )
         for _ in range(times or 1):
@@ -120,6 +122,16 @@ def test_a_run_goes_on_with_its_bits_on_another_number_of_ranks(tmp_path: Path) 
     run_ranks(2, trained, parts, 4, "Llama", {**saving, "until": 2})
     run_ranks(4, trained, parts, 4, "Llama", {**saving, "until": 4, "resumes": True})
     assert_same(run_ranks(1, trained, parts, 4, "Llama", {**saving, "resumes": True}), expected)
+
+
+def test_a_run_that_loses_a_host_goes_on_with_its_bits(tmp_path: Path) -> None:
+    """Two hosts of two ranks are replicas; one of them is left after a step of the first epoch."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "dp_shard": 2}
+    lanes = Lanes(4, block=2)
+    expected = run_ranks(4, trained, tmp_path / "whole", lanes, "Llama", saving)[0]
+    parts = tmp_path / "parts"
+    run_ranks(4, trained, parts, lanes, "Llama", {**saving, "until": 2})
+    assert_same(run_ranks(2, trained, parts, lanes, "Llama", {**saving, "resumes": True}), expected)
 
 
 @on_ranks(4)
