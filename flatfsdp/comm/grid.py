@@ -117,8 +117,8 @@ def mesh_of_shard_groups(dp_shard: int) -> DeviceMesh | None:
         return None
     ranks = torch.arange(everyone.size).view(-1, dp_shard)
     row, column = divmod(everyone.rank, dp_shard)
-    lines = (Ranks.among(tuple(line.tolist())) for line in (ranks[:, column], ranks[row]))
-    groups = [each.group for each in lines if each.group is not None]
+    lines = [ranks[:, column], ranks[row]]
+    groups = [group for line in lines if (group := Ranks.among(tuple(line.tolist())).group) is not None]
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 

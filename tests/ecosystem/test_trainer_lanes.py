@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler
 
 from flatfsdp import shard
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.compat.transformers import policy_of
 from tests.ecosystem.test_trainer import Text, arguments, flat_arguments, flat_trainer
 from tests.support.assertions import assert_raises
@@ -42,14 +43,14 @@ def losses(trainer: Any) -> list[float]:
 
 
 def trained(
-    rank: int, world_size: int, folder: Path, lanes: int, family: str, options: dict[str, Any]
+    rank: int, world_size: int, folder: Path, lanes: int | Lanes, family: str, options: dict[str, Any]
 ) -> Result:
     """Losses of each step, and whole weights after the last one.
 
     Args:
         options: `TrainingArguments`; besides, "dropout" is the model's, "until" a step to stop at, "resumes"
-            whether to go on from a checkpoint, "times" how often to train, and "replays" whether microbatches
-            of fused layers are replayed.
+            whether to go on from a checkpoint, "times" how often to train, "dp_shard" FlatArguments', and
+            "replays" whether microbatches of fused layers are replayed.
     """
     import transformers
 
@@ -61,8 +62,11 @@ def trained(
     dropout = "attn_pdrop" if family == "GPT-2" else "attention_dropout"
     of_model = {dropout: options.pop("dropout")} if "dropout" in options else {}
     resumes, until, times = (options.pop(name, None) for name in ("resumes", "until", "times"))
-    of_flat = {"fuse": True, "replay": options.pop("replays")} if "replays" in options else {}
-    with launched(rank, world_size), taped() if of_flat else nullcontext():
+    of_flat = {"dp_shard": options.pop("dp_shard", None)}
+    replays = options.pop("replays", None)
+    if replays is not None:
+        of_flat |= {"fuse": True, "replay": replays}
+    with launched(rank, world_size), nullcontext() if replays is None else taped():
         trainer = flat_trainer(
             FAMILIES[family].build(**of_model),
             lane_arguments(folder, world_size, **options),
@@ -126,6 +130,16 @@ def test_replayed_microbatches(tmp_path: Path) -> None:
     options = {"num_train_epochs": 4, "train_sampling_strategy": "sequential"}
     expected = run_ranks(1, trained, tmp_path, 4, "Llama", {**options, "replays": False})[0]
     assert_same(run_ranks(4, trained, tmp_path, 4, "Llama", {**options, "replays": True}), expected)
+
+
+def test_a_run_that_loses_a_host_goes_on_with_its_bits(tmp_path: Path) -> None:
+    """Two hosts of two ranks are replicas; one of them is left after a step of the first epoch."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "dp_shard": 2}
+    lanes = Lanes(4, block=2)
+    expected = run_ranks(4, trained, tmp_path / "whole", lanes, "Llama", saving)[0]
+    parts = tmp_path / "parts"
+    run_ranks(4, trained, parts, lanes, "Llama", {**saving, "until": 2})
+    assert_same(run_ranks(2, trained, parts, lanes, "Llama", {**saving, "resumes": True}), expected)
 
 
 @on_ranks(2)
