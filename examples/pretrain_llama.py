@@ -37,6 +37,7 @@ from flatfsdp.checkpoint import CheckpointManager
 from flatfsdp.checkpoint.stages import raising_on_all
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.launch import Device, Launch, take_gpu, under_torchrun
+from flatfsdp.comm.paths import local_path
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
@@ -144,7 +145,7 @@ def start_ranks(wanted: Device, deterministic: bool, flights: Path | None) -> to
 
 @contextmanager
 def recorded_memory(file: Path, device: torch.device) -> Iterator[None]:
-    """Context that records the GPU's allocations; the file is written at its end, or at an error inside.
+    """Context that records the GPU's allocations; the file is written at its end, also after an error.
 
     https://pytorch.org/memory_viz draws it.
     """
@@ -274,10 +275,10 @@ def main(
         require_logs(log_to)
     except ModuleNotFoundError as error:
         raise typer.BadParameter(str(error)) from None
-    device = start_ranks(on, deterministic, out / "flights" if flight_recorder else None)
+    device = start_ranks(on, deterministic, local_path(out) / "flights" if flight_recorder else None)
     ending = ExitStack()
     if memory_snapshot:
-        ending.enter_context(recorded_memory(out / f"memory-{dist.get_rank()}.pickle", device))
+        ending.enter_context(recorded_memory(local_path(out) / f"memory-{dist.get_rank()}.pickle", device))
     mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     model = LlamaPipeline(
         sizes,
@@ -404,7 +405,7 @@ def main(
     optimizer.raise_if_nonfinite()
     # The mesh and the pipeline's stages hold process groups.  They have to be released before the interpreter
     # ends: gloo's threads may still hold tensors, and would abort the process.
-    mesh = model = optimizer = None
+    mesh = model = optimizer = metrics = None
     gc.collect()
     dist.destroy_process_group()
     if is_asked_to_end:
