@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.comm.launch import Device, is_main, run_on_ranks
-from flatfsdp.profiling import COMMUNICATION
+from flatfsdp.profiling.step_time import COMMUNICATION
 
 
 def payload_of(job: Job, rows: list[ModeRuns], ranks: int, device: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.comm.launch import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
-from flatfsdp.profiling import environment, to_json
+from flatfsdp.profiling.step_time import environment, to_json
 from flatfsdp.training import command_options
 
 GROUPS = 2

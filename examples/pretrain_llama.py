@@ -15,9 +15,9 @@ import gc
 import hashlib
 import math
 import os
-import resource
 import signal
-import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,13 +34,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import param_groups
 from flatfsdp.checkpoint import CheckpointManager
+from flatfsdp.checkpoint.stages import raising_on_all
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.launch import Device, Launch, take_gpu, under_torchrun
+from flatfsdp.comm.paths import local_path
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
 from flatfsdp.parallel import make_mesh
-from flatfsdp.profiling import to_json
+from flatfsdp.profiling import LogName, Metrics, open_logs, require_logs
+from flatfsdp.profiling.logs import Log
+from flatfsdp.profiling.step_time import to_json
 from flatfsdp.training import command_options
 from flatfsdp.training.choices import PrecisionName
 
@@ -84,10 +88,10 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class Report:
-    """Progress of each step on the first rank: a bar on stderr, or one line of JSON on stdout."""
+    """Progress of each step on the first rank: a bar on stderr, or JSON on stdout; and its logs."""
 
-    def __init__(self, as_json: bool, first: int, steps: int) -> None:
-        self.is_main, self.as_json = dist.get_rank() == 0, as_json
+    def __init__(self, as_json: bool, first: int, steps: int, logs: list[Log]) -> None:
+        self.is_main, self.as_json, self.logs = dist.get_rank() == 0, as_json, logs
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self.bar = Progress(*columns, console=Console(stderr=True), disable=as_json or not self.is_main)
         self.task = self.bar.add_task("", total=steps, completed=first)
@@ -97,24 +101,41 @@ class Report:
         if not self.bar.disable:
             self.bar.console.print(*lines, highlight=False)
 
-    def step(self, **figures: float) -> None:
+    def step(self, step: int, figures: dict[str, Any]) -> None:
         """Reports the figures of one step."""
         if self.as_json and self.is_main:
-            print(to_json(figures), flush=True)
+            print(to_json({"step": step, **figures}), flush=True)
+        for log in self.logs:
+            log.write(step, figures)
         text = (
             "loss {loss:.4f}  gradient norm {grad_norm:.2f}  {tokens_per_s:,.0f} tokens/s  "
             "{tflops_per_rank:.3g} TFLOP/s a rank  {peak_gib:.1f} GiB"
-        )
-        self.bar.update(self.task, completed=figures["step"], description=text.format(**figures))
+        ) + ("" if figures["mfu"] is None else "  MFU {mfu:.1%}")
+        self.bar.update(self.task, completed=step, description=text.format(**figures))
 
 
-def start_ranks(wanted: Device, deterministic: bool) -> torch.device:
-    """Joins the other ranks that torchrun has started; or is alone."""
+def start_ranks(wanted: Device, deterministic: bool, flights: Path | None) -> torch.device:
+    """Joins the other ranks that torchrun has started; or is alone.
+
+    Args:
+        wanted: kind of device.
+        deterministic: whether GPUs compute the same bits in every run.
+        flights: folder for what PyTorch's flight recorder writes when a collective of NCCL takes too long.
+    """
     if deterministic:
         # cuBLAS reads it when CUDA starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     on_gpu = Launch(None if under_torchrun() else 1, wanted).use_cuda()
+    if flights is not None:
+        if not on_gpu:
+            raise typer.BadParameter("--flight-recorder records collectives of NCCL, and there is no GPU")
+        # NCCL's process group reads them when it is made; each rank adds its number to the file's name.
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        flights.mkdir(parents=True, exist_ok=True)
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ[name] = str(flights / "rank-")
     device = take_gpu(int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     alone = {} if under_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
@@ -122,11 +143,21 @@ def start_ranks(wanted: Device, deterministic: bool) -> torch.device:
     return device
 
 
-def peak_gib(device: torch.device) -> float:
-    """Peak memory of this process, on the GPU or, without one, on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+@contextmanager
+def recorded_memory(file: Path, device: torch.device) -> Iterator[None]:
+    """Context that records the GPU's allocations; the file is written at its end, also after an error.
+
+    https://pytorch.org/memory_viz draws it.
+    """
+    if device.type != "cuda":
+        raise typer.BadParameter("--memory-snapshot records allocations of a GPU, and there is none")
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def told_to_all(
@@ -212,6 +243,15 @@ def main(
     ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Draw the third step, or the last.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON a step.")] = False,
+    log_to: Annotated[
+        list[LogName], typer.Option(help="Where figures go, below --out or to W&B; several allowed.")
+    ] = [],  # noqa: B006  # typer's way to say none
+    memory_snapshot: Annotated[
+        bool, typer.Option("--memory-snapshot", help="Record a GPU's allocations, for memory_viz.")
+    ] = False,
+    flight_recorder: Annotated[
+        bool, typer.Option("--flight-recorder", help="Write NCCL's last collectives if ranks hang.")
+    ] = False,
 ) -> None:
     """Pretrain a Llama of any size on real text; started again after it was killed, it goes on.
 
@@ -234,7 +274,14 @@ def main(
     sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
-    device = start_ranks(on, deterministic)
+    try:
+        require_logs(log_to)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
+    device = start_ranks(on, deterministic, local_path(out) / "flights" if flight_recorder else None)
+    ending = ExitStack()
+    if memory_snapshot:
+        ending.enter_context(recorded_memory(local_path(out) / f"memory-{dist.get_rank()}.pickle", device))
     mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     model = LlamaPipeline(
         sizes,
@@ -286,16 +333,19 @@ def main(
     }
 
     def train(step: int) -> tuple[float, bool]:
-        batches = [
-            tuple(part.to(device) for part in text.sample(step, microbatch, data_rank))
-            for microbatch in model.own_microbatches
-        ]
+        with metrics.loading():
+            batches = [
+                tuple(part.to(device) for part in text.sample(step, microbatch, data_rank))
+                for microbatch in model.own_microbatches
+            ]
         taken = step - skipped - int(optimizer.skipped_steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(taken, steps, lr, warmup)
         losses = model.forward_backward(batches)
         optimizer.step()
         optimizer.zero_grad()
+        # A rank's share of the tokens that all ranks train on.
+        metrics.count(total * batch * sizes.seq / dist.get_world_size())
         places = [data_rank * microbatches + number for number in model.own_microbatches]
         return told_to_all(losses, places, total, termination.is_asked, model, device)
 
@@ -332,34 +382,36 @@ def main(
         # A checkpoint has the options of its parameter groups, too.
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
-    report = Report(as_json, first, steps)
-    report.title(f"{mesh}, {device.type}, {data or 'the Python standard library'}", mesh.table())
-    tokens = total * batch * sizes.seq
-    with report.bar:
+    with raising_on_all(model.stages[0]):
+        logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings)
+    for log in logs:
+        ending.callback(log.close)
+    metrics = Metrics(
+        device,
+        flops_per_token=flops_per_token(sizes),
+        gemms="fp8" if precision.recipe else "fp32" if precision is PrecisionName.fp32 else "bf16",
+        replayed=model.replayed,
+    )
+    report = Report(as_json, first, steps, logs)
+    report.title(f"{mesh}, {data or 'the Python standard library'}", metrics, mesh.table())
+    with ending, report.bar:
         for step in range(first, steps):
-            start = time.perf_counter()
             is_drawn = trace and report.is_main and step == min(first + 2, steps - 1)
             run = traced if is_drawn else train
             loss, is_asked_to_end = run(step)
-            per_s = tokens / (time.perf_counter() - start)
-            report.step(
-                step=step + 1,
-                loss=loss,
-                grad_norm=float(optimizer.grad_norm),
-                tokens_per_s=per_s,
-                tflops_per_rank=per_s * flops_per_token(sizes) / dist.get_world_size() / 1e12,
-                peak_gib=peak_gib(device),
-            )
+            report.step(step + 1, metrics.report(loss=loss, grad_norm=optimizer.grad_norm))
             is_last = is_asked_to_end or step + 1 == steps
             if save_every and (is_last or (step + 1) % save_every == 0):
                 in_all = skipped + int(optimizer.skipped_steps)
-                checkpoints.save(step + 1, model.stages, optimizer, {"settings": settings, "skipped": in_all})
+                extra = {"settings": settings, "skipped": in_all}
+                with metrics.paused():
+                    checkpoints.save(step + 1, model.stages, optimizer, extra)
             if is_asked_to_end:
                 break
     optimizer.raise_if_nonfinite()
     # The mesh and the pipeline's stages hold process groups.  They have to be released before the interpreter
     # ends: gloo's threads may still hold tensors, and would abort the process.
-    mesh = model = optimizer = None
+    mesh = model = optimizer = metrics = None
     gc.collect()
     dist.destroy_process_group()
     if is_asked_to_end:

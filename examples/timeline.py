@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
-from flatfsdp.profiling import ATTENTION, COMMUNICATION, GEMM, MEMORY, Interval, Span, kernel_class, union
+from flatfsdp.profiling.step_time import (
+    ATTENTION,
+    COMMUNICATION,
+    GEMM,
+    MEMORY,
+    Interval,
+    Span,
+    kernel_class,
+    union,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -29,7 +29,7 @@ from flatfsdp.comm.launch import Rank
 from flatfsdp.engine.api.methods import UnitMethods
 from flatfsdp.engine.replay.eager_or_replayed import Replayed
 from flatfsdp.engine.whole.units import UnitModule, named_groups
-from flatfsdp.profiling import Breakdown, breakdown, spans_of
+from flatfsdp.profiling.step_time import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks
 from lib.device import GIB, allocated_gib, peak_gib, peak_reserved_gib, start_together, timed
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.profiling import Breakdown, breakdown, spans_of
+from flatfsdp.profiling.step_time import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks
 from lib.device import allocated_gib, host_ms, peak_gib, start_together, timed
 from lib.llama import LlamaConfig, flops_per_token

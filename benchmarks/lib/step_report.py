@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.profiling import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
+from flatfsdp.profiling.step_time import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 from lib.llama import LlamaConfig, flops_per_token
 from lib.measuring import Job, V, Variant, VariantRuns
 

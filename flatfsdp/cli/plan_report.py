@@ -16,7 +16,7 @@ from flatfsdp.engine.whole.memory import GIB
 from flatfsdp.plan import Job, Machine, Plan, UnitPlan
 from flatfsdp.plan.advice import Advice
 from flatfsdp.plan.job import Model
-from flatfsdp.profiling import to_json
+from flatfsdp.profiling.step_time import to_json
 
 SENT = {
     "gather": "parameters gathered",

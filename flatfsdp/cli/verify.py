@@ -21,7 +21,7 @@ from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Parity, Switch, verify
 from flatfsdp.parity.loop import MakeTrainee
 from flatfsdp.parity.verify import compare
-from flatfsdp.profiling import environment
+from flatfsdp.profiling.step_time import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
 from flatfsdp.training.jobs import Configuration, Settings, check_ranks, check_sizes, gpt_job, llama
 

@@ -24,7 +24,7 @@ from flatfsdp.parity import Parity
 from flatfsdp.parity.any_model import ModelJob
 from flatfsdp.parity.switches import Sharding
 from flatfsdp.parity.world import Spread, verify_world
-from flatfsdp.profiling import environment
+from flatfsdp.profiling.step_time import environment
 from flatfsdp.training.choices import PrecisionName, Strategy
 from flatfsdp.training.jobs import Configuration, Settings, check_sizes, gpt_job
 

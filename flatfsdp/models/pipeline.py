@@ -103,6 +103,7 @@ class LlamaPipeline:
         has_first, has_last: whether this rank has the first, or the last, stage of the model.
         own_microbatches: numbers of the microbatches of a step that this rank runs, in its order; with lanes,
             among those of all ranks.
+        replayed: the function that runs each microbatch, which counts its replays; None without `replay`.
 
     Raises:
         NotImplementedError: for lanes with pipeline or tensor-parallel ranks.
@@ -186,7 +187,7 @@ class LlamaPipeline:
                 shard(part, by_class(TransformerLayer), mesh=mesh.dp, tp_group=mesh.tp_group, **how)
             )
         self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
-        self._replayed = replayed(self.stages[0], self._forward_backward) if replay else None
+        self.replayed = replayed(self.stages[0], self._forward_backward) if replay else None
         self._schedule: Any = None
         if mesh.pp_size > 1:
             length = config.seq // mesh.tp_size if sequence_parallel else config.seq
@@ -244,7 +245,7 @@ class LlamaPipeline:
         self._check(batches)
         losses: list[Tensor] = []
         if self._schedule is None:
-            run = self._replayed or self._forward_backward
+            run = self.replayed or self._forward_backward
             losses += [run(*batch) for batch in microbatches(self.stages[0], batches)]
         else:
             self._run(self._schedule.step, batches, losses)

@@ -30,7 +30,7 @@ from flatfsdp.parity.evidence import (
 )
 from flatfsdp.parity.loop import MakeTrainee, OnStep, RunSummary, ignore, train
 from flatfsdp.parity.switches import Sharding, Switch
-from flatfsdp.profiling import to_json
+from flatfsdp.profiling.step_time import to_json
 
 
 @dataclass(frozen=True)

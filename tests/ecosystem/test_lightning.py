@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
-from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
+from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy, MetricsCallback  # noqa: E402
 from tests.support.assertions import assert_equal, assert_raises  # noqa: E402
 from tests.support.lanes import differing  # noqa: E402
 
@@ -172,6 +172,27 @@ def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int
     assert differing(module.state_dict(), own.state_dict()) == []
     reductions = [each.fsdp_state.shared.ledger.calls["reduce"] for each in (module, own)]
     assert reductions == [len(batches) * len(own.fsdp_state.root.units)] * 2
+
+
+@on_ranks(2)
+def test_the_callback_logs_figures_of_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    found: list[dict[str, float]] = []
+
+    class Notes(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            figures = {key: float(value) for key, value in trainer.callback_metrics.items()}
+            if "tokens_per_s" in figures and figures not in found:
+                found.append(figures)
+
+    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "max_epochs": 2}
+    callbacks = [MetricsCallback(torch.numel, flops_per_token=1e6), Notes()]
+    run = trainer(rank, world_size, tmp_path, FlatFSDPStrategy(), callbacks=callbacks, **options)
+    run.fit(Program(), data(), data(1))
+    # Six batches of a rank are three steps, and there are two epochs.
+    assert len(found) >= 2 and "data_s" not in found[0]
+    for figures in found:
+        expected = figures["tokens_per_s"] * 1e6 / 1e12 / world_size
+        assert figures["tflops_per_rank"] == pytest.approx(expected, rel=1e-4)
 
 
 @on_ranks(2)

@@ -494,6 +494,40 @@ def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> No
         assert trainer._microbatch.replays >= 6
 
 
+@on_ranks(2)
+def test_logs_have_the_figures_of_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size):
+        options = {"logging_steps": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+        model = FAMILIES["Llama"].build()
+        # The linear maps of each layer, and the head; then attention, of 16 tokens.
+        weights = sum(each.weight.numel() for each in model.modules() if isinstance(each, torch.nn.Linear))
+        config = model.config
+        flops = 6 * weights + 6 * config.num_hidden_layers * config.hidden_size * 16
+        trainer = flat_trainer(model, arguments(tmp_path, **options), eval_dataset=Text())
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert len(logs) == 3
+        for log in logs:
+            assert log["tokens_per_s"] > 0 and 0 < log["data_share"] < 1 and log["peak_gib"] > 0
+            ratio = log["tflops_per_rank"] * 1e12 * world_size / log["tokens_per_s"]
+            assert ratio == pytest.approx(flops)
+        assert not any("tokens_per_s" in log for log in trainer.state.log_history if "loss" not in log)
+
+
+def test_operations_that_are_not_those_of_all_weights_are_not_counted() -> None:
+    from flatfsdp.compat.transformers.trainer.flops import FlopsOfTokens
+
+    model = FAMILIES["Llama"].build()
+    whole = FlopsOfTokens.of(model)
+    assert whole is not None
+    model.lm_head.weight.requires_grad_(False)
+    without = FlopsOfTokens.of(model)
+    assert without is not None and whole.of_weights - without.of_weights == 2 * model.lm_head.weight.numel()
+    model.config.num_local_experts = 4
+    assert FlopsOfTokens.of(model) is None
+    assert FlopsOfTokens.of(torch.nn.Linear(2, 2)) is None
+
+
 def test_flat_arguments_take_the_options_of_shard() -> None:
     from flatfsdp.compat.transformers.trainer import FlatArguments
 

@@ -27,6 +27,8 @@ PREFERENCES = ("prompt", "chosen", "rejected")
 GENERATION = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8, "beta": 0.1}
 """Of trainers that generate, and compare the completions of a prompt; beta needs a reference."""
 TIMES = ("runtime", "_per_second", "step_time")
+OURS = ("tokens_per_s", "tflops_per_rank", "peak_gib", "data_s", "data_share")
+"""Figures that `FlatTrainer` logs beside those of TRL."""
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def sharding_others() -> Any:
 def figures(trainer: Any) -> list[dict[str, float]]:
     """All that was printed, except for how long it took."""
     return [
-        {key: value for key, value in log.items() if not key.endswith(TIMES)}
+        {key: value for key, value in log.items() if not key.endswith((*TIMES, *OURS))}
         for log in trainer.state.log_history
     ]
 

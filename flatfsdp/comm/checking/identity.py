@@ -76,6 +76,7 @@ class Action(IntEnum):
     USED = 23, "compares which parameters the step has used"
     VALUES = 24, "compares the values that it begins with"
     LANES = 25, "ends a step of {elements} microbatches, of which lanes need equally many on every rank"
+    FIGURES = 26, "exchanges the figures of a report (Metrics)"
 
 
 OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
@@ -84,7 +85,9 @@ OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 _COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS, Action.LANES}
 """Actions that send a number of their own in place of unit and step."""
 
-_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.VALUES, Action.SAVE, Action.LOAD, Action.OBJECTS}
+_BETWEEN_STEPS = _COUNTS | {
+    *(Action.BUILD, Action.VALUES, Action.SAVE, Action.LOAD, Action.OBJECTS, Action.FIGURES),
+}
 """Actions outside of microbatches."""
 
 

@@ -7,7 +7,7 @@ Next: `training_loops.py` shards, `flatfsdp.checkpoint` saves and loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from flatfsdp.engine.api.shard import register_forward_method
 from flatfsdp.engine.api.wrap import WrapPolicy
 from flatfsdp.engine.whole.units import units_in
 from flatfsdp.options import Options, require_known
+from flatfsdp.profiling.metrics import GemmName, Metrics
 
 try:
     from lightning import pytorch
@@ -46,7 +47,7 @@ except ModuleNotFoundError:
             f"flatfsdp.compat.lightning.trainer needs Lightning's Trainer ({error}): pip install lightning"
         ) from error
 
-__all__ = ["FlatFSDPStrategy"]
+__all__ = ["FlatFSDPStrategy", "MetricsCallback"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that the Trainer calls instead of its forward."""
@@ -315,3 +316,50 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
 class _Elsewhere(dict[str, Any]):
     """An empty state dict that stands for values saved from the shards."""
+
+
+class MetricsCallback(pytorch.Callback):
+    """Logs the figures of `flatfsdp.profiling.Metrics`, every `log_every_n_steps` of the Trainer.
+
+        trainer = Trainer(callbacks=[MetricsCallback(tokens=torch.numel)], strategy=FlatFSDPStrategy(...))
+
+    Validation does not count, and waiting for data is not told apart; `Trainer(profiler="simple")` does.
+
+    Args:
+        tokens: tells the number of tokens in a batch of one rank.
+        flops_per_token: operations of forward and backward per token; None: no MFU.
+        gemms: precision of the GEMMs.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[Any], int],
+        flops_per_token: float | None = None,
+        gemms: GemmName = "bf16",
+    ) -> None:
+        self._tokens, self._flops_per_token, self._gemms = tokens, flops_per_token, gemms
+        self._paused = ExitStack()
+
+    def on_train_start(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
+        """Begins the first interval."""
+        self._metrics = Metrics(module.device, flops_per_token=self._flops_per_token, gemms=self._gemms)
+        self._logged = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pytorch.Trainer, module: pytorch.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        """Counts the batch, and logs after a step."""
+        self._metrics.count(self._tokens(batch))
+        if trainer.global_step >= self._logged + trainer.log_every_n_steps:
+            self._logged, figures = trainer.global_step, self._metrics.report()
+            known = {name: value for name, value in figures.items() if value is not None}
+            module.log_dict({name: value for name, value in known.items() if not name.startswith("data_")})
+
+    def on_validation_start(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
+        """Stops the clock, unless training has not begun."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._paused.enter_context(self._metrics.paused())
+
+    def on_validation_end(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
+        """Lets the clock go on."""
+        self._paused.close()

@@ -131,6 +131,7 @@ class Replayed(Generic[P, R]):
 
     Attributes:
         replays: number of microbatches replayed so far.
+        calls: number of all microbatches so far, replayed or not; evaluations do not count.
     """
 
     def __init__(self, model: nn.Module, microbatch: Callable[P, R]) -> None:
@@ -142,10 +143,11 @@ class Replayed(Generic[P, R]):
         self._numbers: dict[Key, int] = {}
         self._graphs = graphs_on(self._model.fsdp_state.shared.device)
         self._has_sums = False
-        self.replays = 0
+        self.replays = self.calls = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one microbatch, as a CUDA graph where there is a recording of it."""
+        self.calls += torch.is_grad_enabled()
         if self._graphs is None or not torch.is_grad_enabled():
             return self._microbatch(*args, **kwargs)
         root = root_of(self._model)

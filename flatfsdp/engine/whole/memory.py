@@ -21,7 +21,7 @@ from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.options import Prefetch
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 ALWAYS = "always"
 
 
@@ -65,13 +65,12 @@ class MemoryRow:
     lives: str
     placement: Placement | None = None
 
-    @property
-    def cells(self) -> list[str]:
-        """The row in a table."""
+    def cells(self, unit: int) -> list[str]:
+        """The row in a table, with sizes in units of so many bytes."""
         label = self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
         dtype, sizes = str(self.dtype).removeprefix("torch."), (self.total, self.at_a_time)
-        gib = [f"{nbytes / GIB:.3f}" for nbytes in sizes]
-        return [label, self.owner, dtype, str(self.count), *gib, self.lives]
+        shown = [f"{nbytes / unit:.3f}" for nbytes in sizes]
+        return [label, self.owner, dtype, str(self.count), *shown, self.lives]
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,10 @@ class MemoryReport:
         return sum(row.at_a_time for row in self.rows)
 
     def __str__(self) -> str:
-        heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
-        table = plain_table([heads, *(row.cells for row in self.rows)], right=(3, 4, 5))
-        return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
+        name, unit = ("GiB", GIB) if self.peak >= GIB else ("MiB", MIB)
+        heads = ("buffer", "owner", "dtype", "count", name, "at a time", "lives")
+        table = plain_table([heads, *(row.cells(unit) for row in self.rows)], right=(3, 4, 5))
+        return f"{table}\n{self.static / unit:.3f} {name} between steps, {self.peak / unit:.3f} at most"
 
 
 GroupSizes = Mapping[str, Size]

@@ -392,6 +392,15 @@ def a_measured_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["moved"]["accumulate"] == pytest.approx(20, abs=0.1)
 
 
+def a_watched_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_alone(BLOCKS[name].replace('"out/', f'"{folder}/'))
+        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    assert re.fullmatch(r"[\d,]+ tokens/s, MFU None\n", capsys.readouterr().out)
+    assert [json.loads(line)["step"] for line in lines] == [10, 20]
+    assert all(json.loads(line)["grad_norm"] > 0 for line in lines)
+
+
 def lanes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def batch(step: int, number: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(1000 * step + number)
@@ -456,6 +465,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "class SignSGD": an_optimizer_of_ones_own,
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
+    "metrics.report(": a_watched_run,
     "layer = TransformerLayer(": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,

@@ -120,6 +120,66 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
     assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
 
 
+WITH_TENSORBOARD = """
+import pathlib, runpy, sys, types
+
+class SummaryWriter:
+    def __init__(self, folder):
+        pathlib.Path(folder).mkdir()
+        self.file = open(f"{folder}/points", "w")
+    def add_text(self, name, text):
+        pass
+    def add_scalar(self, *point):
+        print(*point, file=self.file)
+    def close(self):
+        self.file.close()
+
+for name in ("tensorboard", "torch.utils.tensorboard"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__spec__ = object()
+sys.modules["torch.utils.tensorboard"].SummaryWriter = SummaryWriter
+del sys.argv[0]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program with a library that stands for TensorBoard's."""
+
+
+def test_figures_go_to_logs(tmp_path: Path) -> None:
+    program = tmp_path / "with_tensorboard.py"
+    program.write_text(WITH_TENSORBOARD)
+    run = (*command_of(tmp_path), "--steps", "3", "--log-to", "jsonl", "--log-to", "tensorboard")
+    done = run_program(str(program), *run, ranks=2, **NO_GPU)
+    assert done.returncode == 0, done.stderr
+    printed = list(steps_in(done.stdout.splitlines(keepends=True)))
+    assert [step["step"] for step in printed] == [1, 2, 3]
+    # The first rank alone writes.
+    assert printed == list(steps_in((tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)))
+    points = [line.split() for line in (tmp_path / "tensorboard" / "points").read_text().splitlines()]
+    for name in ("loss", "grad_norm", "tokens_per_s", "tflops_per_rank", "peak_gib", "data_share"):
+        shown = [(int(step), float(value)) for each, value, step in points if each == name]
+        assert shown == [(step["step"], step[name]) for step in printed]
+    # Unknown on a CPU: null, and no curve.
+    assert printed[0]["mfu"] is printed[0]["replayed"] is None
+    assert not {"mfu", "replayed"} & {point[0] for point in points}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--log-to", "wandb"), "pip install wandb"),
+        (("--memory-snapshot",), "records allocations of a GPU"),
+        (("--flight-recorder",), "records collectives of NCCL"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path: Path, option: tuple[str, ...], message: str) -> None:
+    if "wandb" in option and importlib.util.find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    done = run_program(*command_of(tmp_path), *option, **NO_GPU)
+    words = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and message in words, done.stderr
+
+
 LANES = (
     *("--lanes", "4", "--microbatches", "8", "--batch", "1", "--steps", "6", "--save-every", "3"),
     *("--warmup", "2", "--lr", "1e-2", "--clip", "0.1", "--data", __file__, "--json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -92,6 +93,13 @@ def test_the_pool_of_recordings_is_a_row_while_it_is_there() -> None:
 def test_a_shard_that_needs_no_cast_has_no_copy() -> None:
     report = build(in_fp8=False, compute=torch.float32).memory_report()
     assert total(report, "compute shard") == total(report, "flat buffer") == 0
+
+
+def test_sizes_have_a_unit_that_shows_them() -> None:
+    report = build(in_fp8=False).memory_report()
+    assert f"{report.peak / 2**20:.3f} at most" in str(report) and " MiB between steps" in str(report)
+    large = MemoryReport((replace(report.rows[0], total=2**30, at_a_time=2**30),))
+    assert str(large).endswith("1.000 GiB between steps, 1.000 at most")
 
 
 def test_the_table_says_it_all() -> None:

@@ -28,7 +28,7 @@ from flatfsdp.plan.job import Part
 from flatfsdp.plan.memory import memory_of
 from flatfsdp.plan.stages import Tracer
 from flatfsdp.plan.time import HOST, LAST_REDUCTION, step_time
-from flatfsdp.profiling import ATTENTION, COMMUNICATION, breakdown
+from flatfsdp.profiling.step_time import ATTENTION, COMMUNICATION, breakdown
 from tests.support.published import PAGES, RESULTS, results, rows
 
 H200 = Machine()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatfsdp.profiling import to_json
+from flatfsdp.profiling.step_time import to_json
 
 
 def refuse(constant: str) -> None:

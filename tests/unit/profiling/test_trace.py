@@ -23,7 +23,7 @@ from examples.timeline import (
     save_spans,
     spans_in,
 )
-from flatfsdp.profiling import Interval, Span, breakdown, kernel_class, union
+from flatfsdp.profiling.step_time import Interval, Span, breakdown, kernel_class, union
 
 
 @pytest.mark.parametrize(

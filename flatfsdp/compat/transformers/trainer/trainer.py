@@ -11,6 +11,7 @@ Differences from `Trainer` under torchrun, which wraps the model in DistributedD
     AdamW           is `flatfsdp.optim.AdamW`, one kernel
     with lanes      data, divisions and dropout depend on a microbatch's number over all ranks (`in_lanes.py`)
     a checkpoint    is written by all ranks: files for `from_pretrained`, and `flatfsdp/` for resuming
+    logs            have the figures of `flatfsdp.profiling.Metrics`, too
 
 Everything else is `Trainer`'s own code.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,12 +46,14 @@ from flatfsdp.compat.training_loops import (
 from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
+from flatfsdp.compat.transformers.trainer.flops import FlopsOfTokens
 from flatfsdp.compat.transformers.trainer.in_lanes import SamplesInLanes, StepInLanes
 from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import is_unit
-from flatfsdp.engine.replay.eager_or_replayed import replayed
+from flatfsdp.engine.replay.eager_or_replayed import Replayed, replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.microbatch import microbatches
+from flatfsdp.profiling.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +150,18 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """Shards the model, once.  Collective."""
         if self._microbatch is not None:
             return
+        # Before parameters are sharded, which changes their shapes.
+        self._flops_of = FlopsOfTokens.of(self.model)
         model = self._flat.prepare(self.model, self.args)
         if self.optimizer is not None:
             require_current(self.optimizer, "pass optimizer_cls_and_kwargs, and FlatTrainer makes it")
         self._microbatch = replayed(model, self._run) if self._flat.replay else self._run
+        compute = self.model.fsdp_state.policy.precision.compute
+        self._figures = Metrics(
+            self.args.device,
+            gemms="fp8" if self._flat.fp8 is not None else "fp32" if compute == torch.float32 else "bf16",
+            replayed=self._microbatch if isinstance(self._microbatch, Replayed) else None,
+        )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Creates `Trainer`'s optimizer, of the sharded model."""
@@ -207,7 +218,8 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
         """The microbatches of a step, as `Trainer` collects them; tells the engine their number."""
-        samples, count = super().get_batch_samples(*args, **kwargs)
+        with self._figures.loading():
+            samples, count = super().get_batch_samples(*args, **kwargs)
         self._end_step()
         numbers: Sequence[int] = range(len(samples))
         if self._lanes is not None:
@@ -224,6 +236,11 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """
         number = 0 if self._places is None else next(self._places)
         step = self._lane_step
+        # Trainers that generate what they learn from bring a list here.
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        if isinstance(tokens, Tensor):
+            flops = None if self._flops_of is None else self._flops_of(tokens)
+            self._figures.count(tokens.numel(), flops)
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
         if self._flat.replay:
@@ -282,6 +299,20 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             contexts.enter_context(autocast(recipe=self._flat.fp8))
         return contexts
 
+    # ---- figures ----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, Any], *rest: Any, **options: Any) -> None:
+        """Logs as `Trainer` does; with the loss of training steps, the figures of `Metrics` as well."""
+        if self.control.should_log and "loss" in logs:
+            figures = self._figures.report().items()
+            logs |= {name: value for name, value in figures if value is not None}
+        super().log(logs, *rest, **options)
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        """Evaluates as `Trainer` does; its time is none of the training's figures."""
+        with self._figures.paused():
+            return super().evaluate(*args, **options)
+
     # ---- checkpoints ------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **options: Any) -> Any:
@@ -298,6 +329,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """
         if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
             resume_from_checkpoint = self._to_resume_from(resume_from_checkpoint)
+        self._figures.restart()
         return super().train(resume_from_checkpoint, *rest, **options)
 
     def _to_resume_from(self, asked: str | bool) -> str:
@@ -311,12 +343,13 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """Saves as `Trainer` does; an earlier checkpoint of this step stays whole until the new one is."""
         run = local_path(self._get_output_dir(trial))
         folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with raising_on_all(self.model):
+        with self._figures.paused():
+            with raising_on_all(self.model):
+                if self.args.should_save:
+                    begin_save(run, folder)
+            super()._save_checkpoint(model, trial)
             if self.args.should_save:
-                begin_save(run, folder)
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            end_save(folder)
+                end_save(folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes files for `from_pretrained`; of a PEFT model its adapters.  Collective over all ranks."""
