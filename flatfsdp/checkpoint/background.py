@@ -14,11 +14,13 @@ checkpoints are removed in it after the commit, before anyone is told that the s
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -59,6 +61,9 @@ class BackgroundSave:
         # What depends on the model's ranks and device: made by the first save.
         self._stager: DefaultStager | None = None
         self._ranks = ALONE
+        # A program that ends without `wait` does not break off its last save.  `atexit` would be too late:
+        # executors take no work any more then, and one of them hashes what is written.
+        threading._register_atexit(_join_if_alive, WeakMethod(self.join))  # type: ignore[attr-defined]
 
     def start(
         self, name: str, writer: Writer, state: dict[str, Any], model: Model, then: Callable[[], None]
@@ -158,6 +163,11 @@ class BackgroundSave:
         # So that a program which destroys its groups does not break off its last save.
         call_before_shutdown(group, self.join, also_at_exit=False)
         return Ranks.of(group)
+
+
+def _join_if_alive(join: WeakMethod[Callable[[], None]]) -> None:
+    if (method := join()) is not None:
+        method()
 
 
 def _taken_apart(value: Any) -> Any:

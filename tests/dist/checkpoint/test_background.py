@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, Writer
 from flatfsdp.checkpoint.ema import EMA
 from tests.support.checkpoints import equal, full_state, step, trained
+from tests.support.programs import run_program
 from tests.support.ranks import on_ranks
 
 
@@ -174,3 +177,55 @@ def test_one_rank_without_a_process_group(tmp_path: Path) -> None:
         step(model, optimizer, 1)
     assert manager.resume(model, optimizer) == (1, {})
     assert equal(full_state(model, optimizer), saved)
+
+
+ENDING = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from flatfsdp import shard
+from flatfsdp.checkpoint import CheckpointManager, Writer
+
+folder, how = sys.argv[1:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+manager = CheckpointManager(folder, keep=1, async_save=True)
+model = shard(torch.nn.Linear(8, 8))
+manager.save(1, model)
+manager.wait()
+write = Writer.write_data
+
+def late(*each):
+    Path(folder, f"writes-{rank}").touch()
+    time.sleep(1)
+    return write(*each)
+
+Writer.write_data = late
+manager.save(2, model)
+while not Path(folder, f"writes-{rank}").exists():
+    time.sleep(0.01)
+if how == "raise" and rank == 1:
+    with manager:
+        raise ZeroDivisionError
+if how == "terminate":
+    os.kill(os.getpid(), signal.SIGTERM)
+if how == "destroy":
+    del manager
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "return", "destroy", "terminate"])
+def test_a_process_ends_while_a_save_is_in_flight(tmp_path: Path, how: str) -> None:
+    """It ends after the save, or at once by a signal, which leaves the checkpoint before."""
+    (tmp_path / "program.py").write_text(ENDING)
+    start = time.monotonic()
+    done = run_program(tmp_path / "program.py", tmp_path, how, ranks=2, timeout=60)
+    assert time.monotonic() - start < 30
+    assert (done.returncode == 0) == (how in ("return", "destroy")), done.stderr
+    assert "has failed in the background" not in done.stderr, done.stderr
+    expected = 1 if how == "terminate" else 2
+    model = shard(torch.nn.Linear(8, 8))
+    found = CheckpointManager(tmp_path).resume(model)
+    assert found is not None and found.step == expected
+    assert names(tmp_path) == ["program.py", f"step-0000000{expected}", "writes-0", "writes-1"]
