@@ -345,7 +345,12 @@ def largest_magnitudes(model: Model, optimizer: torch.optim.Optimizer | None = N
     if not named:
         return {}
     _, device = world_of(model)
-    norms = torch._foreach_norm([*named.values()], torch.inf)
+    values = [*named.values()]
+    if all(value.is_cuda for value in values):
+        # Few kernels for all.  On CPUs it is 15 times slower than the other.
+        norms = list(torch._foreach_norm(values, torch.inf))
+    else:
+        norms = [torch.maximum(high, -low) for low, high in map(torch.aminmax, values)]
     # One copy to the host for all.
     largest = torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist()
     return dict(zip(named, largest, strict=True))
