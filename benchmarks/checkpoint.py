@@ -6,6 +6,8 @@ part. All ways are measured in turns, on the same tensors with random values:
     FlatFSDP    `checkpoint.save` and `load`: a digest of every file is written and verified
     unverified  `load` with verify=False
     plain       `dcp.save` and `dcp.load` of `sharded_training_state`
+    background  `CheckpointManager(async_save=True).save`, until it returns; its first save takes longer, as
+                it makes host memory for the copy
 
 As in a restarted run, the optimizer has no state before loading.  Plain DCP fills tensors, so they are made
 first, within the measured time.
@@ -46,6 +48,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
 
 OURS, UNVERIFIED, PLAIN = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
+BACKGROUND = "FlatFSDP, in the background"
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,19 @@ class Trained:
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.manager: checkpoint.CheckpointManager | None = None
+        self.step = 0
 
     def save(self, folder: Path) -> None:
         """Saves with `flatfsdp.checkpoint`."""
         checkpoint.save(folder, self.model.stages, self.optimizer)
+
+    def save_in_background(self, folder: Path) -> None:
+        """Begins to save with a manager, whose folder has the name of the first one."""
+        if self.manager is None:
+            self.manager = checkpoint.CheckpointManager(folder, keep=1, async_save=True)
+        self.step += 1
+        self.manager.save(self.step, self.model.stages, self.optimizer)
 
     @torch.no_grad()
     def forget(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -135,7 +147,7 @@ def measure(rank: Rank, job: Job) -> Report:
     shared = [job.folder]
     dist.broadcast_object_list(shared, src=0)
     saved = [parameter.detach().clone() for parameter in trained.parameters]
-    saves = {OURS: trained.save, PLAIN: trained.plain_save}
+    saves = {OURS: trained.save, PLAIN: trained.plain_save, BACKGROUND: trained.save_in_background}
     loads: dict[str, Callable[[Path], None]] = {
         OURS: trained.load,
         UNVERIFIED: partial(trained.load, verify=False),
@@ -147,6 +159,8 @@ def measure(rank: Rank, job: Job) -> Report:
         folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
         for name, save in saves.items():
             save_s[name].append(_seconds(partial(save, folders[name]), rank))
+            if trained.manager is not None:
+                trained.manager.wait()
         for name, load in loads.items():
             source = folders[PLAIN if name == PLAIN else OURS]
             load_s[name].append(_seconds(partial(load, source), rank))
@@ -155,7 +169,7 @@ def measure(rank: Rank, job: Job) -> Report:
         dist.barrier()
         if rank.index == 0:
             for folder in folders.values():
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
     return Report(_summed(saved, rank), size, save_s, load_s)
 
 

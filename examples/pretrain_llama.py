@@ -234,6 +234,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
+    async_save: Annotated[
+        bool, typer.Option("--async-save", help="Write checkpoints while training goes on.")
+    ] = False,
     nonfinite: Annotated[
         NonFinite, typer.Option(help="At a gradient with NaN: stop, leave the step out, or take it.")
     ] = "raise",
@@ -367,7 +370,7 @@ def main(
         return told
 
     # Before the folder is made: it refuses a URL.
-    checkpoints = CheckpointManager(out / "checkpoints", keep=keep)
+    checkpoints = CheckpointManager(out / "checkpoints", keep=keep, async_save=async_save)
     out.mkdir(parents=True, exist_ok=True)
     termination = Termination()
     decays = [group["weight_decay"] for group in optimizer.param_groups]
@@ -394,7 +397,7 @@ def main(
     )
     report = Report(as_json, first, steps, logs)
     report.title(f"{mesh}, {data or 'the Python standard library'}", metrics, mesh.table())
-    with ending, report.bar:
+    with ending, report.bar, checkpoints:
         for step in range(first, steps):
             is_drawn = trace and report.is_main and step == min(first + 2, steps - 1)
             run = traced if is_drawn else train

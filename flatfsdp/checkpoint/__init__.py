@@ -15,6 +15,7 @@ executes nothing.  Modules, in the order of a save, then of a load:
     loading -> opening -> reader, fit
 
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
+background  a thread that saves a copy of the state while training goes on
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from flatfsdp.checkpoint.ema import EMA, sharded_average
@@ -72,9 +73,13 @@ def write(
     writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None, ema: EMA | None = None
 ) -> None:
     """Saves with this writer, which has `extra` already; raises like `save`."""
-    state = sharded_training_state(model, optimizer, ema)
+    write_state(writer, sharded_training_state(model, optimizer, ema))
+
+
+def write_state(writer: Writer, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Saves a state dict; raises like `save`.  Collective over `group`, by default over all ranks."""
     try:
-        dcp.save(state, storage_writer=writer)
+        dcp.save(state, storage_writer=writer, process_group=group)
     except dcp.CheckpointException as failed:
         writer.discard()
         rank, error = first_failure(failed)

@@ -91,10 +91,14 @@ class Writer(dcp.FileSystemWriter):
                 "Writer needs use_collectives=True: a checkpoint is complete on all ranks or none"
             )
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses a save that cannot succeed, before anything is written."""
+    def require_extra(self) -> None:
+        """Raises TypeError if `extra` is refused; otherwise the save does."""
         if self._problem is not None:
             raise self._problem
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuses a save that cannot succeed, before anything is written."""
+        self.require_extra()
         if self._is_coordinator and not self.overwrite and (Path(self.path) / METADATA).exists():
             raise FileExistsError(
                 f"{self.path} holds a checkpoint; save to another folder, or replace it with overwrite=True"

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flatfsdp import Options, Precision, shard
+from flatfsdp.checkpoint import Writer
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
@@ -178,7 +181,7 @@ def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
 
 
 @contextmanager
-def trainer_of(run: Run, folder: Path) -> Iterator[Any]:
+def trainer_of(run: Run, folder: Path, **flat: Any) -> Iterator[Any]:
     """A trainer in the middle of a run, at its step."""
     import transformers
     from accelerate.state import AcceleratorState, GradientState
@@ -187,7 +190,8 @@ def trainer_of(run: Run, folder: Path) -> Iterator[Any]:
 
     args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=1)
     schedule = torch.optim.lr_scheduler.ConstantLR(run.optimizer, factor=1.0)
-    trainer = FlatTrainer(run.model, args, optimizers=(run.optimizer, schedule))
+    optimizers = run.optimizer, schedule
+    trainer = FlatTrainer(run.model, args, optimizers=optimizers, flat=flat_arguments(**flat))
     trainer.state.global_step, trainer.state.epoch = run.step, float(run.step)
     yield trainer
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -219,8 +223,10 @@ def killed(folder: Path, after: int, act: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("same_step", [False, True])
-def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(tmp_path: Path, same_step: bool) -> None:
+@pytest.mark.parametrize(("same_step", "async_save"), [(False, False), (True, False), (True, True)])
+def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(
+    tmp_path: Path, same_step: bool, async_save: bool
+) -> None:
     """A save to another folder of the run, and to that of the checkpoint before."""
     old, events, found = tmp_path / "old", [], []
     run = Run()
@@ -232,9 +238,10 @@ def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(tmp_path: Path, s
     digests.append(run.digest())
 
     def save(folder: Path) -> None:
-        with trainer_of(run, folder) as trainer:
+        with trainer_of(run, folder, async_save=async_save) as trainer:
             trainer.state.global_step = 1 if same_step else 2
             trainer._save_checkpoint(None, None)
+            trainer._wait_for_save()
 
     shutil.copytree(old, tmp_path / "whole")
     with watched(tmp_path / "whole", events.append):
@@ -261,6 +268,46 @@ def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(tmp_path: Path, s
         )
     # First the old one, then the new one.
     assert found == sorted(found) and set(found) == {0, 1}
+
+
+@on_ranks(2)
+def test_shards_are_saved_while_training_goes_on(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A resumed run has the bits of a whole one; a checkpoint without its shards is not whole."""
+    import transformers
+
+    from flatfsdp.compat.transformers.trainer.whole import is_whole
+
+    write, may_write = Writer.write_data, threading.Event()
+
+    def late(self: Writer, *args: Any) -> Any:
+        may_write.wait(20)
+        return write(self, *args)
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                # The save of the first step waits.
+                assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+                assert not is_whole(tmp_path / "checkpoint-1")
+                may_write.set()
+            control.should_training_stop = state.global_step == 3
+
+    with launched(rank, world_size):
+        flat = flat_arguments(async_save=True)
+        whole = flat_trainer(FAMILIES["Llama"].build(), arguments(tmp_path / "whole"))
+        whole.train()
+        options = arguments(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
+        trainer = flat_trainer(FAMILIES["Llama"].build(), options, flat=flat, callbacks=[Watch()])
+        with mock.patch.object(Writer, "write_data", late):
+            trainer.train()
+        trainer.accelerator.wait_for_everyone()
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+        saved = torch.load(tmp_path / "checkpoint-3" / "training_args.bin", weights_only=False)
+        assert saved.save_total_limit == 1
+        resumed = flat_trainer(FAMILIES["Llama"].build(), arguments(tmp_path, save_strategy="no"), flat=flat)
+        resumed.train(resume_from_checkpoint=True)
+        assert torch.equal(history(resumed), history(whole))
+        assert same(resumed.model.state_dict(), whole.model.state_dict())
 
 
 @on_ranks(2)
@@ -425,6 +472,8 @@ def refused() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
         ({"bf16_full_eval": True}, {}, "dtype of training"),
         ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),
         ({"accelerator_config": {"even_batches": False}}, {}, "as many microbatches"),
+        ({"push_to_hub": True}, {"async_save": True}, "push after the training"),
+        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, {"async_save": True}, "keep 2"),
         ({"neftune_noise_alpha": 0.1}, {"replay": True}, "hooks would not run"),
     ]
 

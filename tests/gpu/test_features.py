@@ -125,6 +125,25 @@ def test_checkpoints_move_between_world_sizes(tmp_path: Path) -> None:
             run_ranks(world_size, load, str(tmp_path), form, backend="nccl")
 
 
+@on_ranks(1, 2, backend="nccl")
+def test_a_thread_writes_what_was_in_device_memory_at_the_call(rank: int, tmp_path: Path) -> None:
+    """Twice, as the second copy goes into the pinned memory of the first."""
+    model = build(optimize_backward_concat=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = tokens(SMALL, rank, 1)
+    manager = checkpoint.CheckpointManager(tmp_path, keep=1, async_save=True)
+    for number in (1, 2):
+        backward(model, batches)
+        update(optimizer)
+        expected = {key: value.cpu() for key, value in checkpoint.full_state_dict(model).items()}
+        assert manager.save(number, model, optimizer)
+        backward(model, batches)
+        update(optimizer)
+        assert manager.resume(model, optimizer) == (number, {})
+        found = {key: value.cpu() for key, value in checkpoint.full_state_dict(model).items()}
+        assert same(list(found.values()), list(expected.values()))
+
+
 @on_ranks(2, backend="nccl")
 def test_rank_0_writes_for_all(rank: int) -> None:
     model = build(optimize_backward_concat=True)

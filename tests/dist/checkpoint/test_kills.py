@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from tests.support.faults.kills import ALL, Kill, Kills, random_kills
@@ -37,6 +39,20 @@ def test_a_run_keeps_a_checkpoint_while_older_ones_are_removed() -> None:
         for after in (commit - 1, commit, removal - 1, removal, removal + 1):
             kills.kill(plan._replace(after=after), digests)
         assert (kills.count.old, kills.count.new, kills.count.wrong) == (1, 4, [])
+
+
+def test_a_save_that_goes_on_while_the_run_trains() -> None:
+    """Killed before and after the commit, before and in the removal of the old one, and on one rank."""
+    with Kills() as kills:
+        plan = Kill("background", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        commit = events[0].index("replace old/step-00000002/.metadata") + 1
+        removal = events[0].index("rename old/removed-step-00000001") + 1
+        assert commit < removal
+        for after in (2, commit - 1, commit, removal - 1, removal + 1):
+            kills.kill(plan._replace(after=after), digests)
+        kills.kill(plan._replace(victim=1, after=3, slow=0), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (3, 3, [])
 
 
 def test_a_run_that_was_rolled_back_never_finds_the_middle_of_what_it_left() -> None:
@@ -76,6 +92,8 @@ def test_a_new_folder_is_not_taken_for_a_checkpoint_too_early() -> None:
 
 def test_training_that_is_killed_at_random_times() -> None:
     with Kills() as kills:
-        for count in random_kills(kills, 4, 0, ["plain", "async"]):
+        for count in chain(
+            random_kills(kills, 4, 0, ["plain", "async"]), random_kills(kills, 2, 0, ["background"])
+        ):
             assert count.wrong == []
-        assert kills.count.tried == 4
+        assert kills.count.tried == 6

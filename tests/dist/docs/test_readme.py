@@ -189,6 +189,22 @@ def async_save(name: str, _: pytest.CaptureFixture[str]) -> None:
         assert run_ranks(2, saved_and_loaded, BLOCKS[name], f"{folder}/step-7") == [{"step": 7}] * 2
 
 
+def saved_in_background(name: str, _: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        model = flatfsdp.FlatFSDP(nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def train_one_step() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        names = {"model": model, "optimizer": optimizer, "train_one_step": train_one_step, "steps": 25}
+        run(BLOCKS[name], CheckpointManager=checkpoint.CheckpointManager, **names)
+        assert sorted(each.name for each in Path("out/run").iterdir()) == ["step-00000010", "step-00000020"]
+
+
 def saved_and_loaded(rank: int, world_size: int, block: str, path: str) -> dict[str, int]:
     model = flatfsdp.FlatFSDP(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -457,7 +473,8 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "is_matrix = name.endswith": in_place,
     "# train.py": a_model_of_ones_own,
     "no_decay = {": a_program_that_prints,
-    'CheckpointManager("out/run"': a_program_that_prints,
+    'CheckpointManager("out/run", keep=2': a_program_that_prints,
+    'CheckpointManager("out/run", async_save': saved_in_background,
     "convert(model, lambda layer, name: True)": a_model_in_fp8,
     "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
     "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,

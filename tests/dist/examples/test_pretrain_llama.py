@@ -35,16 +35,16 @@ OPTIONS = (
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def command_of(folder: Path) -> list[str]:
+def command_of(folder: Path, *options: str) -> list[str]:
     config = folder / "sizes.json"
     config.write_text(json.dumps(SIZES))
-    return [str(EXAMPLE), *OPTIONS, "--config", str(config), "--out", str(folder)]
+    return [str(EXAMPLE), *OPTIONS, "--config", str(config), "--out", str(folder), *options]
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     """Two ranks of torchrun, in a process group of their own."""
     return subprocess.Popen(
-        [sys.executable, *TORCHRUN, *command_of(folder)],
+        [sys.executable, *TORCHRUN, *command_of(folder, *options)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -94,8 +94,9 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
 
 
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """A thread writes; the run ends when its save has ended."""
     ended: list[dict[str, Any]] = []
-    run = start(tmp_path)
+    run = start(tmp_path, "--async-save")
     assert run.stdout is not None
     for step in steps_in(run.stdout):
         ended.append(step)
@@ -113,7 +114,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
         content[len(content) // 2] ^= 16
         file.write_bytes(content)
 
-    resumed = resume(tmp_path)
+    resumed = resume(tmp_path, "--async-save")
     assert [step["step"] for step in resumed] == [3, 4, 5, 6]
     for before, after in zip(ended[2:], resumed, strict=False):
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])

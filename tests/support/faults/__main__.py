@@ -5,6 +5,7 @@
     python -m tests.support.faults --seed 3 --trial 141
     python -m tests.support.faults kills --way plain --every 40
     python -m tests.support.faults random-kills --count 200 --seed 7
+    python -m tests.support.faults random-kills --way background --count 200
     python -m tests.support.faults damage --count 200
     python -m tests.support.faults mismatches
 
@@ -132,11 +133,14 @@ def kills(
 
 @app.command()
 def random_kills(
-    count: Annotated[int, typer.Option(help="How many.")] = 200, seed: Seed = 0, ranks: Ranks = 2
+    way: Annotated[str, typer.Option(help=f"One of {', '.join(WAYS)}; all by default.")] = "",
+    count: Annotated[int, typer.Option(help="How many.")] = 200,
+    seed: Seed = 0,
+    ranks: Ranks = 2,
 ) -> None:
     """Kill training that saves after every step to one folder, at random times, on one rank or all."""
     # To go on from an older step is not to train.
-    ways = [name for name in _available() if name != "resume"]
+    ways = [way] if way else [name for name in _available() if name != "resume"]
     with Kills(ranks) as trials:
         progress = Progress("at random times")
         for so_far in killed_at_random(trials, count, seed, ways):

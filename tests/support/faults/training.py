@@ -28,6 +28,9 @@ class Run:
 
     Args:
         seed: two runs of one seed have the same bits after each step.
+
+    Attributes:
+        manager: the manager of a run that saves while it trains, from its first save on.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -36,6 +39,7 @@ class Run:
         self.model: FlatFSDP = auto_wrap(net, by_class(nn.Linear), optimize_backward_concat=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.step = 0
+        self.manager: checkpoint.CheckpointManager | None = None
 
     def train(self) -> None:
         self.step += 1
@@ -81,12 +85,14 @@ class Way:
         load: raises DamagedCheckpoint or FileNotFoundError, if there is nothing.
         left: what is in the folder after a save and should not be.
         is_of_runs: whether the folder is for all checkpoints of a run.
+        end: waits until a save that goes on while the run trains has ended; None: saves do not.
     """
 
     save: Callable[[Run, Path], object]
     load: Callable[[Run, Path], None] = Run.load
     left: Callable[[Path], list[str]] = left_behind
     is_of_runs: bool = False
+    end: Callable[[Run], None] | None = None
 
 
 def _save(run: Run, folder: Path) -> None:
@@ -152,6 +158,17 @@ def _save_step(run: Run, folder: Path) -> None:
     assert manager.save(run.step, run.model, run.optimizer, {"step": run.step})
 
 
+def _save_step_in_background(run: Run, folder: Path) -> None:
+    if run.manager is None:
+        run.manager = checkpoint.CheckpointManager(folder, keep=1, async_save=True)
+    assert run.manager.save(run.step, run.model, run.optimizer, {"step": run.step})
+
+
+def _end_save_in_background(run: Run) -> None:
+    assert run.manager is not None
+    run.manager.wait()
+
+
 def _resume(run: Run, folder: Path) -> None:
     manager = checkpoint.CheckpointManager(folder, keep=1)
     # On the first rank alone.
@@ -214,6 +231,7 @@ WAYS = {
     "fabric": Way(_save_with_fabric),
     "accelerate": Way(_save_with_accelerate, _load_with_accelerate, _left_of_accelerate),
     "manager": Way(_save_step, _resume, _left_of_run, True),
+    "background": Way(_save_step_in_background, _resume, _left_of_run, True, end=_end_save_in_background),
     "rollback": Way(_save_after_rollback, _resume, _left_of_rollback, True),
     "resume": Way(_resume_after_damage, _resume, _left_of_run, True),
 }

@@ -42,6 +42,8 @@ class FlatArguments:
         replay: whether microbatches become CUDA graphs (`flatfsdp.replayed`).
         shard_others: whether models that the trainer only evaluates (references, rewards) are sharded, too,
             by the same policy.  Otherwise each rank holds them whole.
+        async_save: whether a thread writes shards and optimizer of a checkpoint while training goes on.  The
+            files for `from_pretrained` are written before.
         options: options of `flatfsdp.shard`, given by name; see `Options`.  Without `precision`, masters are
             FP32 and computation is in bf16 with `TrainingArguments(bf16=True)` or for a bf16 model, and else
             in FP32.  All ranks start from the first one's values unless sync_module_states=False.
@@ -58,6 +60,7 @@ class FlatArguments:
     fp8_weights: bool
     replay: bool
     shard_others: bool
+    async_save: bool
     options: Options
 
     def __init__(
@@ -69,10 +72,11 @@ class FlatArguments:
         fp8_weights: bool = False,
         replay: bool = False,
         shard_others: bool = False,
+        async_save: bool = False,
         **options: Unpack[Options],
     ) -> None:
         vars(self).update(policy=policy, fuse=fuse, fp8=fp8, fp8_weights=fp8_weights)
-        vars(self).update(replay=replay, shard_others=shard_others, options=options)
+        vars(self).update(replay=replay, shard_others=shard_others, async_save=async_save, options=options)
         require_known("FlatArguments", options)
         ours = "the Trainer says which device this rank has, and the model how it is initialised"
         asked = ((name, options.get(name) is not None, ours) for name in ("device", "param_init_fn"))
@@ -172,6 +176,13 @@ def unsupported(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[s
     is_lost = loads_weights and not isinstance(model, PreTrainedModel)
     instead = f"what is saved of a {type(model).__name__} alone is not read back; save the optimizer, too"
     yield "load_best_model_at_end with save_only_model", is_lost, instead
+    instead = "it would push a checkpoint that is not complete; push after the training"
+    yield "push_to_hub with FlatArguments(async_save=True)", flat.async_save and given.push_to_hub, instead
+    # `Trainer` removes all but the best at the end, without asking whether one is being written.
+    is_removed = given.save_total_limit == 1 and given.metric_for_best_model is not None
+    is_removed = flat.async_save and is_removed and not given.load_best_model_at_end
+    instead = "the last checkpoint may be removed while it is written; keep 2"
+    yield "save_total_limit=1 of the best with FlatArguments(async_save=True)", is_removed, instead
     is_twice = flat.fuse and given.use_liger_kernel
     yield "use_liger_kernel", is_twice, "FlatArguments(fuse=True) has its own kernels"
     for name, instead in _UNSUPPORTED_IN_REPLAYS.items():

@@ -30,9 +30,11 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers.trainer import OPTIMIZER_NAME, PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 import flatfsdp.optim
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.background import BackgroundSave
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
@@ -48,7 +50,7 @@ from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
 from flatfsdp.compat.transformers.trainer.flops import FlopsOfTokens
 from flatfsdp.compat.transformers.trainer.in_lanes import SamplesInLanes, StepInLanes
-from flatfsdp.compat.transformers.trainer.whole import begin_save, end_save, newest_whole, whole_one
+from flatfsdp.compat.transformers.trainer.whole import STATE, begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.replay.eager_or_replayed import Replayed, replayed
 from flatfsdp.fp8 import autocast
@@ -56,9 +58,6 @@ from flatfsdp.microbatch import microbatches
 from flatfsdp.profiling.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-STATE = "flatfsdp"
-"""Folder in a checkpoint with shards and optimizer, as `flatfsdp.checkpoint` writes them."""
 
 SIZES = "sizes of a step"
 """What such a folder has beside them of a training with lanes."""
@@ -113,6 +112,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         self._places: Any = None
         self._left = 0
         self._lane_step: StepInLanes | None = None
+        self._background = BackgroundSave() if self._flat.async_save else None
         super().__init__(*args, **options)
 
     # ---- what surrounds the model -----------------------------------------------------------------------
@@ -326,11 +326,20 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
         Raises:
             ValueError: if there is no whole checkpoint; if ranks pass different folders, or a URL.
+            CheckpointError: if a checkpoint could not be saved; with `async_save`, raised by the next save,
+                or at the end.
         """
+        self._wait_for_save()
         if resume_from_checkpoint is not None and resume_from_checkpoint is not False:
             resume_from_checkpoint = self._to_resume_from(resume_from_checkpoint)
         self._figures.restart()
-        return super().train(resume_from_checkpoint, *rest, **options)
+        result = super().train(resume_from_checkpoint, *rest, **options)
+        self._wait_for_save()
+        return result
+
+    def _wait_for_save(self) -> None:
+        if self._background is not None:
+            self._background.wait()
 
     def _to_resume_from(self, asked: str | bool) -> str:
         world, device = world_of(self.model)
@@ -341,15 +350,39 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves as `Trainer` does; an earlier checkpoint of this step stays whole until the new one is."""
-        run = local_path(self._get_output_dir(trial))
-        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self._figures.paused():
+            self._wait_for_save()
+            run = local_path(self._get_output_dir(trial))
+            folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             with raising_on_all(self.model):
                 if self.args.should_save:
                     begin_save(run, folder)
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save:
+            if self._background is None or self.args.save_only_model:
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save:
+                    end_save(folder)
+                return
+            # Others are removed when this one is whole, by the thread.
+            with replaced(self.args, save_total_limit=None):
+                super()._save_checkpoint(model, trial)
+            self._write_in_background(run, folder)
+
+    def _write_in_background(self, run: Path, folder: Path) -> None:
+        args, best, is_first = self.args, self.state.best_model_checkpoint, self.args.should_save
+        limit = args.save_total_limit
+        if is_first:
+            # Again, with the limit.
+            torch.save(args, folder / TRAINING_ARGS_NAME)
+
+        def remove_others() -> None:
+            if is_first:
+                rotate_checkpoints(str(run), limit, best, use_mtime=True)
                 end_save(folder)
+
+        assert self._background is not None
+        writer = checkpoint.Writer(folder / STATE, extra=self._extra, overwrite=True)
+        state = checkpoint.sharded_training_state(self.model, plain_optimizer(self.optimizer))
+        self._background.start(f"step {self.state.global_step}", writer, state, self.model, remove_others)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes files for `from_pretrained`; of a PEFT model its adapters.  Collective over all ranks."""
@@ -377,8 +410,12 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE
-        extra = {} if self._lanes is None else {SIZES: self._step_sizes}
-        checkpoint.save(folder, self.model, plain_optimizer(self.optimizer), extra=extra, overwrite=True)
+        if self._background is None:
+            optimizer = plain_optimizer(self.optimizer)
+            checkpoint.save(folder, self.model, optimizer, extra=self._extra, overwrite=True)
+        elif self.args.should_save:
+            # Without anything in it the checkpoint is not whole, see `is_whole`.
+            folder.mkdir(exist_ok=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -418,12 +455,18 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         super()._load_optimizer_and_scheduler(checkpoint_folder)
 
     @property
+    def _extra(self) -> dict[str, Any]:
+        """What `flatfsdp/` has beside the shards."""
+        return {} if self._lanes is None else {SIZES: self._step_sizes}
+
+    @property
     def _step_sizes(self) -> str:
         """What a step consists of, on all ranks together."""
         total = self.args.gradient_accumulation_steps * self.model.fsdp_state.grid.num_ranks
         return f"{total} microbatches of {self.args.train_batch_size} a step"
 
     def _load_best_model(self) -> None:
+        self._wait_for_save()
         folder = self.state.best_model_checkpoint
         assert folder is not None
         if _goes_on(folder):

@@ -3,7 +3,8 @@
 In:   the run's folder.
 Out:  its newest whole checkpoint; at the begin and end of a save, a folder in which it is in nobody's way.
 
-    checkpoint-100               whole once trainer_state.json, which is written last, is complete
+    checkpoint-100               whole once trainer_state.json is complete, and flatfsdp/, if it is there;
+                                 one of the two is written last
     replaced-checkpoint-100      whole; the earlier one of this step, until the new one is whole
     unfinished-checkpoint-100    the rest of an interrupted save, put aside
 """
@@ -18,7 +19,12 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from flatfsdp.checkpoint.manifest import METADATA
+
 logger = logging.getLogger(__name__)
+
+STATE = "flatfsdp"
+"""Folder in a checkpoint with shards and optimizer, as `flatfsdp.checkpoint` writes them."""
 
 
 def is_whole(folder: Path) -> bool:
@@ -32,7 +38,8 @@ def is_whole(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # A kill may have cut it off.
         return False
-    return True
+    # A thread may write the shards after everything else, into a folder that is made before.
+    return not (folder / STATE).exists() or (folder / STATE / METADATA).exists()
 
 
 def whole_one(folder: Path) -> Path:
@@ -45,8 +52,8 @@ def whole_one(folder: Path) -> Path:
         if is_whole(each):
             return each
     raise ValueError(
-        f"{folder} has no complete {TRAINER_STATE_NAME}, which a save writes last: it is no checkpoint, or "
-        "its save was interrupted; resume_from_checkpoint=True finds the newest that is whole"
+        f"{folder} has no complete {TRAINER_STATE_NAME} or {STATE}/, which a save writes last: it is no "
+        "checkpoint, or its save was interrupted; resume_from_checkpoint=True finds the newest that is whole"
     )
 
 
