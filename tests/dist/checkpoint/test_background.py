@@ -128,7 +128,7 @@ def test_an_error_is_raised_by_the_next_call_on_all_ranks(tmp_path: Path, rank: 
     with alone if rank == 1 else nullcontext():
         assert manager.save(7, model, optimizer)
         manager._background.join()
-    with pytest.raises(CheckpointError, match="the save of step 7 .* rank 1: RuntimeError: alone"):
+    with pytest.raises(CheckpointError, match=r"the save of step 7 .* rank 1: RuntimeError: alone"):
         manager.wait()
 
 
