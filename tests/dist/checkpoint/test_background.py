@@ -123,6 +123,13 @@ def test_an_error_is_raised_by_the_next_call_on_all_ranks(tmp_path: Path, rank: 
     assert manager.resume(model, optimizer) == (3, {})
     dist.barrier()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    # Of what only one rank's thread knows, too.
+    alone = mock.patch.object(CheckpointManager, "_remove_older", side_effect=RuntimeError("alone"))
+    with alone if rank == 1 else nullcontext():
+        assert manager.save(7, model, optimizer)
+        manager._background.join()
+    with pytest.raises(CheckpointError, match=r"the save of step 7 .* rank 1: RuntimeError: alone"):
+        manager.wait()
 
 
 @on_ranks(2)
