@@ -17,7 +17,7 @@ from flatfsdp import FlatFSDP, Options, auto_wrap, shard
 from flatfsdp.options import Policy
 
 HINTS = get_type_hints(Options)
-WHERE = {"mesh", "tp_group", "device", "param_init_fn", "sync_module_states"}
+WHERE = {"mesh", "dp_shard", "tp_group", "device", "param_init_fn", "sync_module_states"}
 """Options that say where a unit is and what it starts from, and are not kept."""
 
 
