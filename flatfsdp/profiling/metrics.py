@@ -163,11 +163,12 @@ class Metrics:
             - tokens_per_s: of all ranks together.
             - tflops_per_rank: mean of the ranks, in 10^12 operations per second.
             - mfu: the same as a share of the peak, from 0 to 1.
-            - peak_gib, peak_reserved_gib: most memory that a rank's tensors took, and that PyTorch reserved,
-              since the program began or reset its peaks; on CPUs the first is the process's memory.
+            - peak_gib: most memory that a rank's tensors took since the program began or reset its peaks; on
+                CPUs the process's memory.
+            - peak_reserved_gib: most memory that PyTorch reserved for a rank since then.
             - replayed: share of microbatches that were replayed, of all microbatches of all ranks.
-            - data_s, data_share: seconds in `loading` of the rank that waited longest, and their share of the
-              interval.
+            - data_s: seconds in `loading` of the rank that waited longest.
+            - data_share: their share of the interval.
 
         Raises:
             RuntimeError: on all ranks, if others make another collective call.
