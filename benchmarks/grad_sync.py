@@ -21,6 +21,7 @@ import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
 from lib.grad_sync_measured import Job, Row, measure_all
+from lib.reducing import ratios
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -30,14 +31,11 @@ from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 def summary(row: Row) -> dict[str, Any]:
     """One row with derived figures."""
-    ratios = [every / last for last, every in zip(row.last_ms, row.every_ms, strict=True)]
     return {
         **asdict(row),
         "median_last_ms": statistics.median(row.last_ms),
         "median_every_ms": statistics.median(row.every_ms),
-        "ratio": statistics.median(ratios),
-        "least_ratio": min(ratios),
-        "greatest_ratio": max(ratios),
+        **ratios(row.last_ms, row.every_ms),
     }
 
 

@@ -25,7 +25,7 @@ import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
 from lib.lanes_measured import Job, Row, measure_all
-from lib.reducing import WIRES
+from lib.reducing import WIRES, ratios
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -35,14 +35,11 @@ from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 def summary(row: Row) -> dict[str, Any]:
     """One row with derived figures."""
-    ratios = [lanes / ms for ms, lanes in zip(row.ms, row.lanes_ms, strict=True)]
     return {
         **asdict(row),
         "median_ms": statistics.median(row.ms),
         "median_lanes_ms": statistics.median(row.lanes_ms),
-        "ratio": statistics.median(ratios),
-        "least_ratio": min(ratios),
-        "greatest_ratio": max(ratios),
+        **ratios(row.ms, row.lanes_ms),
     }
 
 

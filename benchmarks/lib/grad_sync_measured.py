@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 import flatfsdp.optim
@@ -21,7 +20,16 @@ from lib.device import GIB, free_memory, peak_gib, start_together
 from lib.engines import TrainedLlama
 from lib.llama import SHAPES, LlamaConfig
 from lib.measuring import LEARNING_RATE
-from lib.reducing import WIRES, by_turns, bytes_sent, elements_sent, fp8_llama, largest, step_of
+from lib.reducing import (
+    WIRES,
+    by_turns,
+    bytes_sent,
+    elements_sent,
+    fp8_llama,
+    largest,
+    require_finite,
+    step_of,
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ def _measure(rank: Rank, job: Job, wire: str) -> Row:
     else:
         # Two models of 8B would not fit on two GPUs: one takes turns.
         last, either = _way(rank, job, wire, "last", losses)
+        # The first use of the model decides, too.
+        either()
         every, last_step, every_step = last, _switched(last, either, False), _switched(last, either, True)
     steps = (last_step, every_step)
     # Eager microbatches, and those that record.
@@ -112,8 +122,7 @@ def _measure(rank: Rank, job: Job, wire: str) -> Row:
         start_together(rank.device)
         step()
         peaks.append(peak_gib(rank.device))
-    if not torch.stack(losses).isfinite().all():
-        raise RuntimeError("a loss is not finite; times of such steps mean nothing")
+    require_finite(losses)
     gradient = 4 * elements_sent(last, rank) / (rank.world - 1) * rank.world / GIB
     last_peak, every_peak = largest(peaks, rank)
     return Row(wire, last_ms, every_ms, last_peak, every_peak, gradient, *sent)
@@ -135,6 +144,4 @@ def _switched(model: nn.Module, step: Callable[[], None], reduces_every: bool) -
             unit.fsdp_state.shared.reduces_every = reduces_every
         step()
 
-    # The first use of the model decides, too.
-    step()
     return switched

@@ -25,7 +25,7 @@ from lib.device import free_memory
 from lib.engines import TrainedLlama
 from lib.llama import SHAPES
 from lib.measuring import LEARNING_RATE, SEED
-from lib.reducing import WIRES, by_turns, bytes_sent, elements_sent, fp8_llama, step_of
+from lib.reducing import WIRES, by_turns, bytes_sent, elements_sent, fp8_llama, require_finite, step_of
 
 CALLS = 10
 """Reductions in a row that are timed together."""
@@ -145,8 +145,7 @@ def _steps(rank: Rank, job: Job, shape: str, wire: str) -> Iterator[Row]:
             step()
         sent = [bytes_sent(*pair) for pair in zip(models, steps, strict=True)]
         ms, lanes_ms = by_turns(rank, steps, job.steps, job.rounds)
-        if not torch.stack(losses).isfinite().all():
-            raise RuntimeError("a loss is not finite; times of such steps mean nothing")
+        require_finite(losses)
         expected = elements_sent(models[1], rank) * WIRES[wire].itemsize
         if sent != [expected, expected]:
             raise RuntimeError(f"gradients of {sent} bytes are sent a step, where it should be {expected}")

@@ -7,6 +7,7 @@ Next: `lanes_measured.py` and `grad_sync_measured.py` say which.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,18 @@ def by_turns(rank: Rank, both: Sequence[Callable[[], object]], steps: int, round
             if turn:
                 times[index].append(found)
     return largest(times, rank)
+
+
+def ratios(usual: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """How many times as long the other way takes: median and range over the rounds."""
+    found = [of_other / of_usual for of_usual, of_other in zip(usual, other, strict=True)]
+    return {"ratio": statistics.median(found), "least_ratio": min(found), "greatest_ratio": max(found)}
+
+
+def require_finite(losses: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if a loss is not finite: times of such steps mean nothing."""
+    if not torch.stack([*losses]).isfinite().all():
+        raise RuntimeError("a loss is not finite; times of such steps mean nothing")
 
 
 def largest(numbers: Any, rank: Rank) -> Any:

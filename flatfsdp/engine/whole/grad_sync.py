@@ -34,10 +34,12 @@ def chosen_grad_sync(units: Sequence[Unit]) -> GradSync:
 
     Counted are the engine's buffers and two numbers a trained parameter of the optimizer's, as of Adam.
     """
-    wanted, device = units[0].policy.grad_sync, units[0].shared.device
-    memory = memory_of(device)
-    if wanted != "auto" or memory is None:
-        return "last" if wanted == "auto" else wanted
+    wanted = units[0].policy.grad_sync
+    if wanted != "auto":
+        return wanted
+    memory = memory_of(units[0].shared.device)
+    if memory is None:
+        return "last"
     groups = [group for unit in units for group in unit.groups]
     trained = [group.master.flat for group in groups if group.trains and not group.master.is_offloaded]
     moments = [Size(2 * flat.numel(), flat.dtype) for flat in trained]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp import Lanes, Precision, by_class, microbatches, shard
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.whole import grad_sync
 from flatfsdp.options import Policy
+from tests.support.lanes import OfStep, differing
 from tests.support.models import RESHARD, Block, Net, backward, build, data, plain_net, update
 from tests.support.ranks import on_ranks
 
@@ -28,10 +29,6 @@ def trained(rank: int, steps: int = 2, **options: Any) -> dict[str, Tensor]:
         backward(model, batches)
         update(optimizer)
     return model.state_dict()
-
-
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @RESHARD
@@ -60,17 +57,6 @@ def test_every_microbatch_is_added_to_the_mean_of_the_ranks(
         assert differing(trained(rank, steps, grad_sync="every", **options), net.state_dict()) == []
 
 
-class HalfLoss(nn.Module):
-    """Halves the loss, which is exact, because gradients of lanes are added where others are averaged."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens) / 2
-
-
 @on_ranks(2)
 def test_every_has_the_bits_of_lanes_in_blocks(rank: int) -> None:
     """One microbatch a lane, and a block of what all ranks run at a time: the same sums."""
@@ -78,7 +64,8 @@ def test_every_has_the_bits_of_lanes_in_blocks(rank: int) -> None:
     model = build(lanes=Lanes(2 * COUNT, block=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batches in data(rank, 2, COUNT):
-        backward(HalfLoss(model), batches)
+        # Half of it, which is exact: gradients of lanes are added where others are averaged.
+        backward(OfStep(model, 2), batches)
         update(optimizer)
     assert differing(model.state_dict(), expected) == []
     assert differing(trained(rank), expected), "the last microbatch adds in another order"
