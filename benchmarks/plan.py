@@ -41,6 +41,7 @@ def jobs(model: LlamaConfig, gpus: int) -> Iterator[tuple[str, Job]]:
     dp, pp, tp = Parallelism(dp_shard=gpus), Parallelism(pp=gpus), Parallelism(tp=gpus)
     tp_sp = replace(tp, sequence_parallel=True)
     yield "zero3-fp8-delayed", Job(model, dp, 4, 4, FP8_WEIGHTS, DELAYED)
+    yield "zero3-fp8-delayed-every", Job(model, dp, 4, 4, FP8_WEIGHTS, DELAYED, grad_sync="every")
     yield "1f1b-bf16", Job(model, pp, 2, 8, BF16)
     yield "tp-sp-fp8-delayed", Job(model, tp_sp, 4, 4, FP8_WEIGHTS, DELAYED)
     yield "zero2-bf16", Job(model, dp, 2, 4, BF16, reshard_after_forward=False)
@@ -124,6 +125,7 @@ def _training(rank: Rank, job: Job) -> Callable[[], None]:
         fuse_wgrad_accumulation=job.fuse_wgrad_accumulation,
         recipe=job.recipe,
         reshard_after_forward=job.reshard_after_forward,
+        grad_sync=job.grad_sync,
         optimize_backward_concat=True,
     )
     optimizer = AdamW(model.parameters(), 1e-4, max_grad_norm=1.0, pp_group=mesh.pp_group)

@@ -76,6 +76,7 @@ def _two_layers_of_70b(seq: int, vocab: int = 0) -> LlamaConfig:
 
 SHAPES: dict[str, LlamaConfig] = {
     "8b": LlamaConfig(32, 4096, 14336, 32, 8, seq=8192, vocab=128_256),
+    "1b": LlamaConfig(16, 2048, 8192, 32, 8, seq=8192, vocab=128_256),
     "70b-l2": _two_layers_of_70b(seq=2048),
     "70b-l2-s1k": _two_layers_of_70b(seq=1024),
     "70b-l2-vocab": _two_layers_of_70b(seq=2048, vocab=32_000),

@@ -24,7 +24,7 @@ from weakref import WeakMethod
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.saving import write_state
@@ -59,7 +59,7 @@ class BackgroundSave:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: _InFlight | None = None
         # What depends on the model's ranks and device: made by the first save.
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         self._ranks = ALONE
         # A program that ends without `wait` does not break off its last save.  `atexit` would be too late:
         # executors take no work any more then, and one of them hashes what is written.
@@ -87,16 +87,14 @@ class BackgroundSave:
         world, device = world_of(model)
         if self._stager is None:
             self._ranks = self._own_ranks(world, device)
-            on_gpu = device.type == "cuda"
-            self._stager = DefaultStager(
-                # With asynchronous staging the next optimizer step would have to wait for the copy's end.
-                StagingOptions(
-                    on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-                )
-            )
+            # Not the public DefaultStager: torch 2.11's works once, and drops its memory.
+            self._stager = StateDictStager(pin_memory=device.type == "cuda")
         with raising_on_all(model), on_device(device):
             writer.require_extra()
-            copy = _joined(state, self._stager.stage(_taken_apart(state)))
+            copy = _joined(state, self._stager.stage(_taken_apart(state), non_blocking=True))
+            if device.type == "cuda":
+                # The next optimizer step overwrites what is copied, and the thread reads the copies.
+                torch.cuda.synchronize(device)
         ending = self._pool.submit(self._write, name, writer, copy, device, then)
         self._in_flight = _InFlight(ending, world, device)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -123,6 +125,15 @@ def test_the_ordered_backward_against_float64_and_itself(
     ordered._expected.cache_clear()
 
 
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    # A graph of an earlier test that is freed meanwhile would break the capture.
+    gc.collect()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        yield
+
+
 @NEEDS_CUDNN
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -137,8 +148,7 @@ def test_the_ordered_backward_in_a_cuda_graph(
     with torch.cuda.stream(stream):
         inputs, grad = random_parts(batch, 4, 2, 256, 256, 64)
         eager = gradients(inputs, grad)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
+    with capture(graph, stream):
         out = attend(*inputs)
         recorded = torch.autograd.grad(out, inputs, grad)
     assert is_ordered(out)
@@ -160,8 +170,7 @@ def test_what_is_captured_before_it_has_run_takes_flash_attention(strict: None) 
             flash = gradients(inputs, grad)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
+    with capture(graph, stream):
         recorded = gradients(inputs, grad)
     graph.replay()
     assert all(map(torch.equal, flash, recorded))
