@@ -103,7 +103,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     unit = DrivenUnit(policy, grid, shared, modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, lists_flat=lists_flat)
-        unit.add(group)
+        unit.groups.append(group)
         attach_targets(group)
     for owner in modules:
         adapt(owner, unit)

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,19 +88,8 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     return Replayed(model, microbatch)
 
 
-class Key(NamedTuple):
-    """Key of a recording.
-
-    Attributes:
-        is_first, is_last: place of the microbatch in its step: first, last, both or neither.
-        place: its place among lanes, if there are any.
-        arguments: their description, from `_describe`.
-    """
-
-    is_first: bool
-    is_last: bool
-    place: Hashable
-    arguments: Hashable
+Key = tuple[Hashable, Hashable]
+"""Key of a recording: the place of the microbatch in its step, and its arguments as `_describe` has them."""
 
 
 @dataclass
@@ -154,12 +143,12 @@ class Replayed(Generic[P, R]):
         if root.in_forward:
             raise RuntimeError("a replayed microbatch inside a forward of the model")
         # Before the kind is known: what a loop has left behind is of a step that has ended.
-        root.drop_left()
+        root.microbatch.drop_left()
         root.microbatch.require_place()
         tensors: list[Tensor] = []
         arguments = _describe((args, kwargs), tensors)
-        key = Key(root.microbatch.index == 0, root.microbatch.is_last, root.place, arguments)
-        self._has_sums = self._has_sums or not (key.is_first and key.is_last)
+        key = root.place, arguments
+        self._has_sums |= root.microbatch.index > 0 or not root.microbatch.is_last
         seen = self._seen.get(key)
         if seen is None:
             # Arguments that change in every call would pile up for good.
@@ -184,7 +173,7 @@ class Replayed(Generic[P, R]):
         surroundings = self._surroundings or self._prepare(root, graphs)
         # Before the facts are taken: what a user has frozen, unfrozen or zeroed becomes one only by this
         # look.
-        if key.is_first:
+        if root.microbatch.index == 0:
             root.look_at_user()
             root.follow_user()
         else:
@@ -194,7 +183,7 @@ class Replayed(Generic[P, R]):
                 for group in root.groups:
                     group.drop_if_zeroed()
         # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
-        reason = surroundings.why_not(is_last=key.is_last) or seen.why_not
+        reason = surroundings.why_not() or seen.why_not
         facts = surroundings.facts()
         if reason is not None and reason not in self._said:
             self._said.add(reason)

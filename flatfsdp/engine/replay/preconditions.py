@@ -180,7 +180,7 @@ class Surroundings:
         _, _, watched, markers = self._collected()
         return markers is not None and all(map(is_, map(_GRAD_OF, fetched(watched)), fetched(markers)))
 
-    def why_not(self, *, is_last: bool) -> str | None:
+    def why_not(self) -> str | None:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
@@ -191,7 +191,7 @@ class Surroundings:
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
         # Earlier microbatches may begin the sum in the same memory.
-        is_reduced = is_last or self.root.reduces_early
+        is_reduced = self.root.microbatch.is_last or self.root.reduces_early
         trained = (group.kept_grad for group in self.root.groups if is_reduced and group.trains)
         if any(kept is not None and kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"

@@ -18,39 +18,16 @@ reduce-scatter sends as many bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
+from flatfsdp.engine.step.sum_over_ranks import Groups, Rows, SumOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
-
-
-class Rows(NamedTuple):
-    """Rows to be added in their order.
-
-    Attributes:
-        received: [k, n], in the dtype that they were sent in.
-        own: this rank's own, [n], not rounded yet; None if it is not among them.
-        place: number of rows before it.
-    """
-
-    received: Tensor
-    own: Tensor | None = None
-    place: int = 0
-
-    def of_block(self, first: int, size: int) -> Rows:
-        """The rows [first, first + size), of all with the own one."""
-        # From its place on, a row's number is greater by one than its index among those received.
-        start, stop = (end - (end > self.place) for end in (first, first + size))
-        is_inside = first <= self.place < first + size
-        return Rows(self.received[start:stop], self.own if is_inside else None, self.place - first)
 
 
 class LaneSum(SumOverRanks):
@@ -77,7 +54,8 @@ class LaneSum(SumOverRanks):
             dtype = group.unit.policy.precision.reduce
             slices = [[part for part in (rows[:own], rows[own + 1 :]) if len(part)] for rows in parts]
             sent = [[row for part in each for row in self.cast(part, dtype)] for each in slices]
-            with self.sending(group, sum(each.nbytes for each in memory), ranks, len(flats)):
+            nbytes = sum(each.nbytes for each in memory)
+            with group.unit.sending("reduce_scatter", "reduce", nbytes, ranks, self.action, len(flats)):
                 for received, each in zip(memory, sent, strict=True):
                     exchange_rows(received, each, ranks)
         return [Rows(received, rows[own], own) for received, rows in zip(memory, parts, strict=True)]
@@ -98,7 +76,7 @@ class LaneSum(SumOverRanks):
             rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
         # Replicas have parts of what the optimizer will read.
         memory = self.memory_of_sum(group, kept if replicas.size == 1 else None)
-        total = group.partial_grad = self.added(group, group.partial_grad, memory, *rows)
+        total = group.partial_grad = self.added(group, group.partial_grad, memory, rows)
         # Its presence is a fact.
         group.state.changes += 1
         if not self._shared.microbatch.is_last:
@@ -108,10 +86,8 @@ class LaneSum(SumOverRanks):
             return total
         whole = total.new_empty(replicas.size * total.numel())
         nbytes = whole.nbytes * (replicas.size - 1) // replicas.size
-        with (
-            group.unit.moving("all_gather_replicas", "all_reduce", nbytes),
-            launch(replicas, group.unit.identify(Action.REDUCE_REPLICAS), self._shared.device),
-        ):
+        action = Action.REDUCE_REPLICAS
+        with group.unit.sending("all_gather_replicas", "all_reduce", nbytes, replicas, action):
             all_gather(whole, total, replicas)
         return whole
 
@@ -120,9 +96,9 @@ class LaneSum(SumOverRanks):
         shards, turns = 1 + len(rows.received), lanes.turns_of_block(group.grid)
         if turns == 1:
             blocks = (rows.of_block(first, lanes.block) for first in range(0, shards, lanes.block))
-            return torch.cat([self.added(group, None, None, *each) for each in blocks])
+            return torch.cat([self.added(group, None, None, each) for each in blocks])
         kept = None if group.kept_sums is None else group.kept_sums.block
-        total = group.block_grad = self.added(group, group.block_grad, kept, *rows)
+        total = group.block_grad = self.added(group, group.block_grad, kept, rows)
         group.state.changes += 1
         if self._shared.microbatch.turn % turns < turns - 1:
             return None

@@ -121,14 +121,14 @@ class Root:
 
     @property
     def place(self) -> Hashable:
-        """With lanes, what a microbatch adds to what, as far as its place in the step decides."""
+        """What a microbatch adds to what, as far as its place in the step decides."""
         lanes, microbatch = self.unit.policy.lanes, self.microbatch
+        place = microbatch.index == 0, microbatch.is_last
         if lanes is None:
-            return None
-        turns_of_block = lanes.turns_of_block(self.unit.grid)
-        block, turn_of_block = divmod(microbatch.turn, turns_of_block)
-        ends_block = microbatch.ends_turn and turn_of_block == turns_of_block - 1
-        return microbatch.begins_turn, microbatch.ends_turn, block == 0, turn_of_block == 0, ends_block
+            return place
+        begins, ends = microbatch.begins_turn, microbatch.ends_turn
+        of_first_block, begins_block, ends_block = lanes.place(self.unit.grid, microbatch.turn)
+        return *place, begins, ends, of_first_block, begins_block, ends and ends_block
 
     def begin_forward(self, inputs: object) -> None:
         """Begins the outermost forward of any unit; the inner ones run inside it.
@@ -142,11 +142,10 @@ class Root:
             self.microbatch.require_turns()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
-            masters = [(group.unit.prefix, group.master) for group in self.groups]
-            first = self.unit.identify(Action.VALUES)
+            masters, first = [group.master for group in self.groups], self.unit.identify(Action.VALUES)
             require_same_first_values(masters, self.identity.communicators, first)
-            for group in self.groups:
-                group.master.first_digests.clear()
+            for master in masters:
+                master.first_digests.clear()
             self._has_begun = True
         tensor_ranks = self.unit.grid.tensor  # All units have the same ones.
         if tensor_ranks.size > 1 and self.is_checked:
@@ -264,15 +263,10 @@ class Root:
 
     def follow_user(self) -> None:
         """Follows what the user did: left a loop, zeroed gradients, froze or unfroze parameters."""
-        self.drop_left()
+        self.microbatch.drop_left()
         for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
-
-    def drop_left(self) -> None:
-        """Drops what was accumulated in a loop over microbatches that was left before its last backward."""
-        if self.microbatch.is_left:
-            self.microbatch.end_step()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

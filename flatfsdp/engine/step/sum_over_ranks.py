@@ -11,15 +11,14 @@ Next: `reduce.py` says when; `lane_sum.py` adds in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import Traffic
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
@@ -29,6 +28,27 @@ from flatfsdp.kernels.grad.add_rows import add_rows
 
 Groups = Sequence[FlatGroup]
 """The groups of a unit, or those of them that are reduced together."""
+
+
+class Rows(NamedTuple):
+    """Rows to be added in their order.
+
+    Attributes:
+        received: [k, n], in the dtype that they were sent in.
+        own: this rank's own, [n], not rounded yet; None if it is not among them.
+        place: number of rows before it.
+    """
+
+    received: Tensor
+    own: Tensor | None = None
+    place: int = 0
+
+    def of_block(self, first: int, size: int) -> Rows:
+        """The rows [first, first + size), of all with the own one."""
+        # From its place on, a row's number is greater by one than its index among those received.
+        start, stop = (end - (end > self.place) for end in (first, first + size))
+        is_inside = first <= self.place < first + size
+        return Rows(self.received[start:stop], self.own if is_inside else None, self.place - first)
 
 
 class SumOverRanks:
@@ -86,7 +106,7 @@ class SumOverRanks:
             return flats
         payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
         nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
-        with self.sending(first, nbytes, ranks, len(payloads)):
+        with first.unit.sending("reduce_scatter", "reduce", nbytes, ranks, self.action, len(payloads)):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
         return shards
@@ -99,7 +119,7 @@ class SumOverRanks:
             begins_it = total is None and (memory is None or memory is reduced)
             # In the dtype of accumulation, as a sum of microbatches.
             if not begins_it or reduced.dtype != group.unit.policy.precision.accumulate:
-                reduced = self.added(group, total, memory, reduced.view(1, -1))
+                reduced = self.added(group, total, memory, Rows(reduced.view(1, -1)))
             group.partial_grad = reduced
             # Its presence is a fact.
             group.state.changes += 1
@@ -124,10 +144,7 @@ class SumOverRanks:
         self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
     ) -> None:
         nbytes = 2 * tensor.nbytes * (ranks.size - 1) // ranks.size
-        with (
-            group.unit.moving(kind, kind, nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device),
-        ):
+        with group.unit.sending(kind, kind, nbytes, ranks, action):
             all_reduce(tensor, ranks, mean=mean)
 
     def memory_of_sum(self, group: FlatGroup, kept: Tensor | None) -> Tensor | None:
@@ -141,34 +158,22 @@ class SumOverRanks:
         fits = kept is not None and kept.dtype == group.unit.policy.precision.accumulate
         return kept if fits else None
 
-    def added(
-        self,
-        group: FlatGroup,
-        total: Tensor | None,
-        kept: Tensor | None,
-        rows: Tensor,
-        own: Tensor | None = None,
-        place: int = 0,
-    ) -> Tensor:
-        """Adds rows to a sum in their order, as `add_rows` does; None begins one, in memory kept for it."""
+    def added(self, group: FlatGroup, total: Tensor | None, kept: Tensor | None, rows: Rows) -> Tensor:
+        """Adds rows to a sum in their order; None begins one, in memory kept for it."""
+        received, own, _ = rows
         is_first = total is None
         if total is None:
             dtype = group.unit.policy.precision.accumulate
-            total = rows.new_empty(rows.shape[1], dtype=dtype) if kept is None else kept
-        add_rows(total, rows, own, place, first=is_first)
-        nbytes = rows.nbytes + (0 if own is None else own.nbytes)
+            total = received.new_empty(received.shape[1], dtype=dtype) if kept is None else kept
+        add_rows(total, *rows, first=is_first)
+        nbytes = received.nbytes + (0 if own is None else own.nbytes)
         self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * total.nbytes)
         return total
 
-    @contextmanager
-    def sending(self, group: FlatGroup, nbytes: int, ranks: Ranks, collectives: int) -> Iterator[None]:
-        """Context of one launch of these collectives, in which this rank sends so many bytes in all."""
-        action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
-        with (
-            group.unit.moving("reduce_scatter", "reduce", nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device, collectives),
-        ):
-            yield
+    @property
+    def action(self) -> Action:
+        """Purpose of what is sent inside a group of shards, or between groups, in the running backward."""
+        return Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts to another dtype; usually nothing, as gradients are accumulated in that dtype."""

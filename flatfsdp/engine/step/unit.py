@@ -1,6 +1,6 @@
 """`Unit`: the parameters of one sharded module, which come and go together, and its engine state.
 
-In:   flat groups (`engine/storage/group.py`), which `engine/build/build_unit.py` adds.
+In:   flat groups (`engine/storage/group.py`), which `engine/build/build_unit.py` appends.
 Out:  gathered parameters in the module, all groups in one launch, overlapped with compute; freed after use.
 Next: `engine/step/driven_unit.py` says when.
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup
@@ -105,18 +104,7 @@ class Unit(UnitMember):
         self.keep_as_root = True
         self.writes = WriteCheck(self.groups)
         self.derived = DerivedWeights()
-        # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
-        # separately.
-        self._landed: defaultdict[tuple[int, FlatGroup], set[int]] = defaultdict(set)
-        self._reached_in: set[int] = set()
-        self._empty_in: set[int] = set()
-        self._open_uses: set[object] = set()
-        self._was_followed = False
-
-    def add(self, group: FlatGroup) -> None:
-        """Adds a flat group to the unit."""
-        self.groups.append(group)
-        self.writes.add(group)
+        self._forget_backward()
 
     @property
     def trained(self) -> list[FlatGroup]:
@@ -151,10 +139,7 @@ class Unit(UnitMember):
             for group in missing:
                 group.compute_shard.cast()
             if nbytes := sum(group.gathered_bytes for group in missing):
-                with (
-                    self.moving("all_gather", "gather", nbytes),
-                    launch(self.grid.shard, self.identify(action), self.shared.device, len(missing)),
-                ):
+                with self.sending("all_gather", "gather", nbytes, self.grid.shard, action, len(missing)):
                     for group in missing:
                         group.gather()
             for group in untransposed:
@@ -244,10 +229,12 @@ class Unit(UnitMember):
         self.drop_gradients()
 
     def _forget_backward(self) -> None:
-        self._landed.clear()
-        self._reached_in.clear()
-        self._empty_in.clear()
-        self._open_uses.clear()
+        # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
+        # separately.
+        self._landed: defaultdict[tuple[int, FlatGroup], set[int]] = defaultdict(set)
+        self._reached_in: set[int] = set()
+        self._empty_in: set[int] = set()
+        self._open_uses: set[object] = set()
         self._was_followed = False
 
     def drop_gradients(self) -> None:

@@ -9,9 +9,10 @@ Next: `engine/step/driven_unit.py` counts what has landed.
     follow     train or freeze each of the parameters from now on
     show       the buffer has been gathered
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
-    take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
     pack       the tensor that layers read in place of several parameters, see `packed_operands.py`
+
+    take_writes  find what somebody wrote to the tensors, and undo what no version counts
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Shown(ABC):
         for index, owners in enumerate(binding.pack_owners):
             for owner, name in owners:
                 leave_packed(owner, name, partial(self.pack, index))
+        self._known = self.versions
 
     @abstractmethod
     def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
@@ -103,11 +105,21 @@ class Shown(ABC):
         if self._main_grad is not None:
             self._packs.train(self._parts, self._main_grad)
 
-    def take_back(self) -> Sequence[int]:
-        """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
-        if self._is_concealed:
-            return self._absent.take_back(self.shown_now)
-        return _take_back(self.shown_now, self._places)
+    @property
+    @abstractmethod
+    def versions(self) -> list[int]:
+        """Version counters of the parameters, in slot order."""
+
+    def take_writes(self) -> Sequence[int]:
+        """Slots that were written to since the last call; `parameter.data = ...` is undone."""
+        # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
+        is_absent, shown = self._is_concealed, self.shown_now
+        taken = self._absent.take_back(shown) if is_absent else _take_back(shown, self._places)
+        before, self._known = self._known, self.versions
+        if before == self._known and not taken:
+            return ()
+        pairs = enumerate(zip(before, self._known, strict=True))
+        return [slot for slot, (old, new) in pairs if old != new or slot in taken]
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""

@@ -37,12 +37,12 @@ def digest(values: Tensor) -> Tensor:
 
 
 def require_same_first_values(
-    masters: Iterable[tuple[str, MasterShard]], everyone: Sequence[Ranks], identity: Identity | None
+    masters: Iterable[MasterShard], everyone: Sequence[Ranks], identity: Identity | None
 ) -> None:
     """Compares the values that ranks began with.  Collective over `everyone`.
 
     Args:
-        masters: the shards of a model, each with the prefix of its parameters' names.
+        masters: the shards of a model.
         everyone: the communicators of the model; all of its ranks raise, or none.
         identity: identity of the collectives.
 
@@ -51,14 +51,15 @@ def require_same_first_values(
     """
     known_of: dict[Ranks, dict[str, Tensor | None]] = {}
     device = torch.device("meta")
-    for prefix, master in masters:
+    for master in masters:
         device = master.device
         # A write since then may have replaced anything, and the first replica's values all others.
         is_first = master.grid.replicate.rank == 0 and master.is_counted
         digests = master.first_digests if is_first and master.flat._version == master.first_version else {}
         if master.grid.shard.size > 1:
-            of_master = {prefix + slot.name: digests.get(slot) for slot in master.layout.slots}
-            known_of.setdefault(master.grid.shard, {}).update(of_master)
+            prefix, slots = master.unit.prefix, master.layout.slots
+            of_ranks = known_of.setdefault(master.grid.shard, {})
+            of_ranks.update((prefix + slot.name, digests.get(slot)) for slot in slots)
     if not known_of or device.type == "meta":
         return
     names = [name for known in known_of.values() for name in known]

@@ -13,7 +13,8 @@ values".  Events and gradients are no facts; they are at the objects that wait f
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -24,7 +25,9 @@ import torch
 
 from flatfsdp.byte_ledger import ByteLedger, Traffic, span
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
@@ -86,6 +89,15 @@ class UnitMember:
         """Counts bytes that the unit moves; returns a context that shows them in a profile by this label."""
         self.shared.ledger.add(kind, nbytes)
         return span(label, self.name, self.shared.microbatch.index, int(nbytes))
+
+    @contextmanager
+    def sending(
+        self, label: str, kind: Traffic, nbytes: float, ranks: Ranks, action: Action, collectives: int = 1
+    ) -> Iterator[None]:
+        """Context of one launch of collectives, which carries this purpose; counts bytes as `moving` does."""
+        identity = self.identify(action)
+        with self.moving(label, kind, nbytes), launch(ranks, identity, self.shared.device, collectives):
+            yield
 
     def landed(self, group: Any, index: int | None) -> None:
         """Called when a gradient of this backward is in `main_grad`.
