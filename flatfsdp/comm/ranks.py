@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,12 @@ class Ranks:
     def global_ranks(self) -> list[int]:
         """Numbers of these ranks in the default process group."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
+    def span_hosts(self) -> bool:
+        """Whether they are on several hosts, by what torchrun has told them; without it they are on one."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        return local > 0 and len({rank // local for rank in self.global_ranks}) > 1
 
     def require_apart(self, data_parallel: Ranks) -> None:
         """Checks that these ranks and the data-parallel ones have only this rank in common.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from flatfsdp.comm.agreement import make_same_on_all_ranks
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
@@ -32,7 +33,6 @@ from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.guards.modules import guard
 from flatfsdp.engine.guards.other_engines import refuse_others_inside
 from flatfsdp.engine.step.driven_unit import DrivenUnit
-from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.optimizer_targets import attach_targets
 from flatfsdp.engine.storage.state import Shared
@@ -85,7 +85,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     owned = list(own_modules(module))
     if takes_first:
         buffers = {f"{path}.{name}": each for path, owner in owned for name, each in buffers_of(owner)}
-        take_from_first_rank({**parameters, **buffers}, grid, device)
+        # Among the ranks of a replica first, and then from the first replica to the others.
+        make_same_on_all_ranks({**parameters, **buffers}, (grid.shard, grid.replicate), device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [owner for _, owner in owned]
     prepared: dict[Tensor, Tensor] = {}

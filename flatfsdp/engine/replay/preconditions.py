@@ -163,7 +163,7 @@ class Surroundings:
         at = root.changes, list(map(_VERSION, self._flats))
         if known is None or known.at != at:
             of_sums = [None if group.main_grad is None else group.main_grad.tensor for group in root.groups]
-            of_sums += [each for group in root.groups for each in (group.partial_grad, group.block_grad)]
+            of_sums += [each.so_far for group in root.groups for each in group.sums]
             sums = [0 if tensor is None else tensor.data_ptr() for tensor in of_sums]
             trained = [group.params.trained for group in root.groups]
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]

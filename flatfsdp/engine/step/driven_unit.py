@@ -221,7 +221,8 @@ class DrivenUnit(Unit):
         # Modules see them, too: a recomputation inside reads the parameters again.
         self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, at))
         # Its sources are the parameters, which are there now.
-        self.derived.restore()
+        if self.derived is not None:
+            self.derived.restore()
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Notes that slot `index` of a trained group, or every slot for None, has its gradient.

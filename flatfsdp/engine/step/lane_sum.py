@@ -27,7 +27,7 @@ from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.step.sum_over_ranks import Groups, Rows, SumOverRanks
-from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 
 
 class LaneSum(SumOverRanks):
@@ -67,8 +67,8 @@ class LaneSum(SumOverRanks):
         assert lanes is not None
         sums = rows.own if lanes.block == 1 else self._sums_of_blocks(group, rows, lanes)
         if sums is None:
-            assert group.block_grad is not None and not self._shared.microbatch.is_last
-            return group.block_grad
+            assert group.block_grad.so_far is not None and not self._shared.microbatch.is_last
+            return group.block_grad.so_far
         if replicas.size > 1:
             (rows,) = self._exchanged(group, [sums], [_memory_for_rows(group, sums, replicas)], replicas)
         elif lanes.block > 1:
@@ -76,13 +76,9 @@ class LaneSum(SumOverRanks):
             rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
         # Replicas have parts of what the optimizer will read.
         memory = self.memory_of_sum(group, kept if replicas.size == 1 else None)
-        total = group.partial_grad = self.added(group, group.partial_grad, memory, rows)
-        # Its presence is a fact.
-        group.state.changes += 1
-        if not self._shared.microbatch.is_last:
-            return total
-        group.partial_grad = None
-        if replicas.size == 1:
+        is_last = self._shared.microbatch.is_last
+        total = self.added(group, group.partial_grad, rows, memory, ends=is_last)
+        if replicas.size == 1 or not is_last:
             return total
         whole = total.new_empty(replicas.size * total.numel())
         nbytes = whole.nbytes * (replicas.size - 1) // replicas.size
@@ -96,14 +92,10 @@ class LaneSum(SumOverRanks):
         shards, turns = 1 + len(rows.received), lanes.turns_of_block(group.grid)
         if turns == 1:
             blocks = (rows.of_block(first, lanes.block) for first in range(0, shards, lanes.block))
-            return torch.cat([self.added(group, None, None, each) for each in blocks])
-        kept = None if group.kept_sums is None else group.kept_sums.block
-        total = group.block_grad = self.added(group, group.block_grad, kept, rows)
-        group.state.changes += 1
-        if self._shared.microbatch.turn % turns < turns - 1:
-            return None
-        group.block_grad = None
-        return total
+            return torch.cat([self.added(group, RunningSum(), each, None, ends=True) for each in blocks])
+        ends = self._shared.microbatch.turn % turns == turns - 1
+        total = self.added(group, group.block_grad, rows, group.block_grad.memory, ends=ends)
+        return total if ends else None
 
 
 def _memory_for_rows(group: FlatGroup, flat: Tensor, ranks: Ranks) -> Tensor:

@@ -167,7 +167,7 @@ class Reducer:
         kept = [self._kept_for(group) for group in groups]
         memory = [self._sum.memory_for(*each) for each in zip(groups, flats, kept, strict=True)]
         # Taken before the partial sums are replaced: the stream reads these, too.
-        read = [*flats, *memory, *(group.partial_grad for group in groups)]
+        read = [*flats, *memory, *(group.partial_grad.so_far for group in groups)]
         with self._stream.after_compute():
             sums = self._sum.add(groups, flats, memory, kept)
         reduced = dict(zip(groups, sums, strict=True)) if self._shared.microbatch.is_last else {}
@@ -195,7 +195,7 @@ class Reducer:
             kept = _kept(group)
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
-            elif kept is None and group.kept_sums is not None and grad is group.kept_sums.partial:
+            elif kept is None and grad is group.partial_grad.memory:
                 # The next step's gradients are added up in this memory.
                 grad = grad.clone()
             self._reduced[group] = grad

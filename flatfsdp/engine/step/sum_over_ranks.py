@@ -22,7 +22,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.kernels.grad.add_rows import add_rows
 
@@ -75,7 +75,7 @@ class SumOverRanks:
             return flat
         dtype = group.unit.policy.precision.reduce
         # Otherwise it is added to a sum that is there.
-        if kept is not None and kept.dtype == dtype and group.partial_grad is None:
+        if kept is not None and kept.dtype == dtype and group.partial_grad.so_far is None:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
@@ -114,18 +114,16 @@ class SumOverRanks:
     def _completed(self, group: FlatGroup, reduced: Tensor, kept: Tensor | None) -> Tensor:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
         is_last, total = self._shared.microbatch.is_last, group.partial_grad
-        if total is not None or not is_last:
-            memory = self.memory_of_sum(group, kept)
-            begins_it = total is None and (memory is None or memory is reduced)
-            # In the dtype of accumulation, as a sum of microbatches.
-            if not begins_it or reduced.dtype != group.unit.policy.precision.accumulate:
-                reduced = self.added(group, total, memory, Rows(reduced.view(1, -1)))
-            group.partial_grad = reduced
-            # Its presence is a fact.
-            group.state.changes += 1
+        if total.so_far is not None or not is_last:
+            memory, dtype = self.memory_of_sum(group, kept), group.unit.policy.precision.accumulate
+            if total.so_far is None and reduced.dtype == dtype and (memory is None or memory is reduced):
+                # It is the sum as it is.
+                total.so_far = reduced
+                group.state.changes += 1
+            else:
+                reduced = self.added(group, total, Rows(reduced.view(1, -1)), memory, ends=is_last)
         if not is_last:
             return reduced
-        group.partial_grad = None
         grid, division = self._grids[group], group.division
         if grid.replicate.size > 1:
             reduced = self.cast(reduced, group.unit.policy.precision.reduce)
@@ -153,22 +151,31 @@ class SumOverRanks:
         Args:
             kept: memory that the optimizer will read, if that has a fixed address and is free.
         """
-        if group.kept_sums is not None and group.kept_sums.partial is not None:
-            return group.kept_sums.partial
+        if group.partial_grad.memory is not None:
+            return group.partial_grad.memory
         fits = kept is not None and kept.dtype == group.unit.policy.precision.accumulate
         return kept if fits else None
 
-    def added(self, group: FlatGroup, total: Tensor | None, kept: Tensor | None, rows: Rows) -> Tensor:
-        """Adds rows to a sum in their order; None begins one, in memory kept for it."""
+    def added(
+        self, group: FlatGroup, total: RunningSum, rows: Rows, memory: Tensor | None, *, ends: bool
+    ) -> Tensor:
+        """Adds rows to a sum of the group in their order; begins it, in this memory if there is any.
+
+        Args:
+            ends: whether the sum is complete, and handed over; it begins anew then.
+        """
         received, own, _ = rows
-        is_first = total is None
-        if total is None:
+        is_first, so_far = total.so_far is None, total.so_far
+        if so_far is None:
             dtype = group.unit.policy.precision.accumulate
-            total = received.new_empty(received.shape[1], dtype=dtype) if kept is None else kept
-        add_rows(total, *rows, first=is_first)
+            so_far = received.new_empty(received.shape[1], dtype=dtype) if memory is None else memory
+        add_rows(so_far, *rows, first=is_first)
         nbytes = received.nbytes + (0 if own is None else own.nbytes)
-        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * total.nbytes)
-        return total
+        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * so_far.nbytes)
+        total.so_far = None if ends else so_far
+        # Its presence is a fact.
+        group.state.changes += 1
+        return so_far
 
     @property
     def action(self) -> Action:

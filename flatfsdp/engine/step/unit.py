@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.checking.identity import Action
@@ -24,57 +24,15 @@ from flatfsdp.engine.storage.state import ShardState, Shared, UnitMember
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import running_backward
 
-_Saved = tuple[list[weakref.ref[Tensor]], Callable[[], Sequence[Tensor]]]
-"""What one forward has made of one weight, and what makes tensors with the same contents again."""
 
-
-class DerivedWeights:
-    """What layers make of gathered weights, such as FP8 copies, and graphs of one unit's forwards have saved.
-
-    They are freed with the parameters, and are there again, with the same bits, in the backward.
-    `compat/sharded/transformer_engine.py` finds them.
-    """
-
-    def __init__(self) -> None:
-        self._there: list[_Saved] = []
-        self._freed: list[_Saved] = []
-
-    def add(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
-        """Adds what one forward has made of one weight.
-
-        Args:
-            tensors: what autograd may save; only weak references are kept.
-            again: makes tensors with the same contents from the gathered weight.
-        """
-        self._there.append(([weakref.ref(tensor) for tensor in tensors], again))
+class Derived(Protocol):
+    """What layers make of gathered weights, such as FP8 copies, and graphs of forwards have saved."""
 
     def free(self) -> None:
-        """Frees the memory of what is still saved."""
-        saved = self._freed + self._there
-        if saved:
-            self._freed, self._there = _alive(saved), []
-        for references, _ in self._freed:
-            for reference in references:
-                if (tensor := reference()) is not None:
-                    # Autograd has saved the tensor, not its memory, which `.data` changes uncounted.
-                    tensor.data = tensor.new_empty(0)
+        """Frees the memory of what is still saved; called as the parameters are freed."""
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Fills the freed ones with what they held; the weights are gathered."""
-        self._freed = _alive(self._freed)
-        # One by one: if one fails, such as for lack of memory, the others are still known as freed.
-        while self._freed:
-            references, again = self._freed[0]
-            for reference, value in zip(references, again(), strict=True):
-                if (tensor := reference()) is not None:
-                    tensor.data = value
-            self._there.append(self._freed.pop(0))
-
-
-def _alive(saved: list[_Saved]) -> list[_Saved]:
-    """Those that a graph may still need."""
-    return [each for each in saved if any(reference() is not None for reference in each[0])]
+        """Fills what was freed with what it held; called in a backward, once the weights are gathered."""
 
 
 class Unit(UnitMember):
@@ -83,27 +41,28 @@ class Unit(UnitMember):
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
         outer: the unit's module around it; None for the outermost one.
-        lister: the wrapper that lists the master shards as flat parameters; None: modules list local shards.
+        lister: the wrapper that lists the master shards as flat parameters, and has `list_flats`; None:
+            modules list local shards.
         uses: number of running calls of the module, or of parts of it.
         is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
         writes_back: whether these are written back at the end.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         writes: check for in-place writes to gathered parameters.
-        derived: what layers make of gathered parameters, and autograd saves.
+        derived: what is freed and restored together with the parameters, if a layer has any.
     """
 
     def __init__(self, policy: Policy, grid: Grid, shared: Shared) -> None:
         super().__init__(policy, grid, shared)
         self.groups: list[FlatGroup] = []
         self.outer: weakref.ref[nn.Module] | None = None
-        self.lister: weakref.ref[nn.Module] | None = None
+        self.lister: weakref.ref[Any] | None = None
         self.uses = 0
         self.is_whole = self.writes_back = False
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck(self.groups)
-        self.derived = DerivedWeights()
+        self.derived: Derived | None = None
         self._forget_backward()
 
     @property
@@ -176,7 +135,8 @@ class Unit(UnitMember):
                 if group.state.shard is ShardState.GATHERING:
                     group.reshard()
         elif not self.is_kept:
-            self.derived.free()
+            if self.derived is not None:
+                self.derived.free()
             for group in self.groups:
                 group.reshard()
 

@@ -7,21 +7,19 @@ Each rank keeps a part of its own values.  Ranks that were seeded differently wo
 several initialisations, and no loss would look wrong.  Values that a load, or anybody else, has replaced
 since do not count, and replicas need no check: they take the first one's values (`make_equal`).
 
-With `sync_module_states` all ranks take the first rank's values, as in DistributedDataParallel.
+With `sync_module_states` all ranks take the first rank's values (`comm/agreement.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.checking.identity import Identity
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import broadcast, raise_to_largest
-from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
@@ -100,29 +98,3 @@ def make_equal(master: MasterShard, identity: Identity | None) -> None:
             broadcast(replica, ranks)
         master.flat.data.copy_(replica)
         master.count_load()
-
-
-@torch.no_grad()
-def take_from_first_rank(tensors: Mapping[str, Tensor], grid: Grid, device: torch.device) -> None:
-    """Copies the first rank's tensors to all data-parallel ranks, one at a time.  Collective.
-
-    Args:
-        tensors: in CPU memory or on the device, by name.
-        device: device of the communication.
-
-    Raises:
-        RuntimeError: if names, shapes or dtypes differ between ranks; on all ranks.
-    """
-    # Among the ranks of a replica first, and then from the first replica to the others.
-    dimensions = [ranks for ranks in (grid.shard, grid.replicate) if ranks.size > 1]
-    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    check_same_on_all_ranks(lines, dimensions, device)
-    if device.type == "meta":
-        return
-    for tensor in filter(torch.numel, tensors.values()) if dimensions else ():
-        moved = tensor.detach().to(device).contiguous()
-        for ranks in dimensions:
-            # As bytes: gloo does not support all dtypes of buffers.
-            broadcast(moved.view(-1).view(torch.uint8), ranks)
-        if moved.data_ptr() != tensor.data_ptr():
-            tensor.copy_(moved)

@@ -208,9 +208,10 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
             others = padded - master.flat.numel()
             sizes["rows of lanes"] = Size(others, group.unit.policy.precision.reduce, placement)
-        for name, length in zip(("partial gradient", "sum of a block"), group.lengths_of_sums, strict=True):
+        names = ("partial gradient", "sum of a block")
+        for name, length, each in zip(names, group.lengths_of_sums, group.sums, strict=True):
             if length:
-                sizes[name] = Size(length, dtype, placement, group.kept_sums is not None)
+                sizes[name] = Size(length, dtype, placement, each.memory is not None)
         if not master.is_offloaded:
             kept, numel = group.kept_grad is not None, master.flat.numel()
             sizes["reduced gradient"] = Size(numel, master.grad_dtype, placement, kept)
