@@ -132,10 +132,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
-            raise ValueError(
-                f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
-                "already; shard or wrap the plain module"
-            )
+            kind = type(owner).__name__
+            raise ValueError(f"{path or 'the module'} is a {kind} already; shard or wrap the plain module")
         for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
             # Otherwise another parameter was registered here since then, which no unit has.
@@ -162,8 +160,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name} gets its shape in the first forward; run one before sharding")
     if SKIP_BACKWARD_POST_HOOK.of(parameter):
         raise ValueError(
-            f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
-            "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
+            f"parameter {name} gets its gradient after the backward; build it without delay_wgrad_compute"
         )
     kind = type(parameter.data)
     if kind.__module__.startswith("torch.distributed."):
@@ -191,9 +188,8 @@ def _require_no_running_statistics(module: nn.Module) -> None:
         counts = isinstance(owner, _BatchNorm) and (owner.track_running_stats and owner.training)
         if counts or isinstance(owner, nn.SyncBatchNorm):
             raise ValueError(
-                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches or of "
-                "one turn: with lanes they would depend on the number of ranks; call eval() on it first, or "
-                "take GroupNorm or LayerNorm"
+                f"{path} is a {type(owner).__name__}, whose statistics would depend on the number of ranks; "
+                "call eval() on it first, or take GroupNorm or LayerNorm"
             )
 
 

@@ -82,8 +82,7 @@ def refuse_others_inside(name: str, module: nn.Module) -> None:
     engine = _wrapper_name(module) or next(filter(None, hooked), None)
     if engine is not None:
         raise ValueError(
-            f"{name} is in the hands of {engine} already, which reduces its gradients by itself; give "
-            "FlatFSDP the plain module, which it shards and reduces alone"
+            f"{name} is in the hands of {engine} already, which reduces gradients, too; shard a plain module"
         )
     if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
         base = type(module.get_base_layer()).__name__  # type: ignore[operator]
@@ -114,7 +113,7 @@ def _name_among(names: Container[str], cls: type) -> str | None:
 
 def _around(engine: str) -> ValueError:
     return ValueError(
-        f"{engine} around a model that FlatFSDP has sharded would take this rank's shards for a whole model, "
-        "and reduce gradients a second time. Accelerator.prepare, transformers.Trainer and Lightning's "
-        "strategies put one around every model: give them all but the model, and call the model itself"
+        f"{engine} around a model that FlatFSDP has sharded would reduce gradients a second time. "
+        "Accelerator.prepare, transformers.Trainer and Lightning's strategies put one around every model: "
+        "give them all but the model, and call the model itself"
     )

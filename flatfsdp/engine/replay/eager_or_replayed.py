@@ -328,9 +328,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
     """
     if isinstance(value, Tensor):
         if value.requires_grad:
-            raise ValueError(
-                "an argument of a replayed microbatch requires a gradient; replays compute none: detach it"
-            )
+            raise ValueError("an argument requires a gradient, of which replays compute none: detach it")
         tensors.append(value)
         return value.shape, value.dtype
     kind = type(value)

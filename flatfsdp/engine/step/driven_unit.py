@@ -98,9 +98,8 @@ class DrivenUnit(Unit):
             follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
-                    f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
-                    "what took its place; write to it inside summon_full_params(), or replace it before "
-                    "sharding. torch.func.functional_call is not supported: call it with a plain copy"
+                    f"parameter {self.prefix}{name} was replaced after sharding; write to it inside "
+                    "summon_full_params(). functional_call is not supported: call it with a plain copy"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
@@ -178,7 +177,7 @@ class DrivenUnit(Unit):
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
                     raise RuntimeError(
-                        f"unit {self.name} returned a parameter of its own, or a view, freed now: .clone() it"
+                        f"unit {self.name} returned a parameter, or a view, freed now: .clone() it"
                     )
             self.reshard()
         return outputs

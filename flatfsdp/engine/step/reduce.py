@@ -137,8 +137,7 @@ class Reducer:
             late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if late and late[0].unit.policy.lanes is not None:
                 raise RuntimeError(
-                    f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
-                    "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
+                    f"unit {late[0].name} is in a reentrant checkpoint; with lanes pass use_reentrant=False"
                 )
             self._launch(late)
         while self._in_flight:

@@ -51,7 +51,7 @@ class WeightScales:
         for unit in (master.unit for master in masters):
             if (theirs := unit.policy.precision.fp8_weights) != self._recipe:
                 raise ValueError(
-                    f"unit {unit.name} has fp8_weights={theirs!r}, others {self._recipe!r}; make them equal"
+                    f"unit {unit.name} has fp8_weights={theirs!r}, not {self._recipe!r} as others"
                 )
         runs = [run for master in masters for run in master.layout.runs]
         self._num_runs = len(runs)

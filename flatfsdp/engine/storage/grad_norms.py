@@ -66,8 +66,7 @@ class NormsOverRanks:
             return answer[1]
         if any(each.stages.size > 1 for each in self._masters):
             raise RuntimeError(
-                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
-                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+                "one stage of a pipeline has no norm of the model; use flatfsdp.parallel.clip_grad_norm_"
             )
         require_same_grid(each.grid for each in self._masters)
         master = self._references[grad.place.shard.number]()

@@ -380,9 +380,8 @@ class MasterShard:
             return added
         if autograds and self.unit.policy.lanes is not None:
             raise RuntimeError(
-                "a penalty on model.parameters() has a gradient of its own on each rank, which lanes would "
-                "add as often as this rank has microbatches; compute it inside the model's forward, or use "
-                "weight_decay"
+                "a penalty on model.parameters() has a gradient of its own, which lanes would add once a "
+                "microbatch; compute it inside the model's forward, or use weight_decay"
             )
         parts = zip(self.parameters, self._parts(published.flat), self.marks.places, used, strict=True)
         for index, (parameter, part, place, is_used) in enumerate(parts):

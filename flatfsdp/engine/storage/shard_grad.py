@@ -49,8 +49,7 @@ class ShardInModel:
         """
         if self.answers is None:
             raise RuntimeError(
-                "a gradient was asked for its norm before the model's first forward, in which ranks agree on "
-                "who has the other parts; run a forward first"
+                "no norms before the model's first forward, in which ranks meet; run one first"
             )
         return self.answers
 
@@ -204,9 +203,8 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
     dims = (dim,) if isinstance(dim, int) else dim or ()
     if not norm_type > 0 or any(each not in (0, -1) for each in dims) or options.get("out") is not None:
         raise ValueError(
-            f"{func.__name__} of order {order!r}, dim {dim!r} of a gradient of which this rank has a part: "
-            "norms of positive order of all elements, without out=, are known over all ranks; use "
-            ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
+            f"{func.__name__} of order {order!r}, dim {dim!r}: over all ranks, norms of positive order of "
+            "all elements are known, without out=; .grad.as_subclass(torch.Tensor) is this rank's part, 1-D"
         )
     norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
     norm = norm.to(options.get("dtype") or norm.dtype)

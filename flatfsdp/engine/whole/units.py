@@ -91,8 +91,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
         for what, mine in settings[0].items():
             if own[what] != mine:
                 raise ValueError(
-                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}; "
-                    "pass the same to both"
+                    f"unit {unit.name} has {what} {own[what]!r}, and its root {mine!r}; make both equal"
                 )
     # Without sharding there is no shard to keep a sum in.
     shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
