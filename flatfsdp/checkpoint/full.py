@@ -46,7 +46,7 @@ def full_state_dict(
     groups = named_groups(model)
     with state_dicts_gathered(Gathering(rank0_only, cpu_offload)):
         state = model.state_dict()
-    if rank0_only and not all(group.master.is_first_rank for _, group in groups):
+    if rank0_only and not all(group.grid.is_first_of_data for _, group in groups):
         return {}
     if cpu_offload:
         state = tree_map_only(Tensor, torch.Tensor.cpu, dict(state))
@@ -224,7 +224,7 @@ def load_full_optimizer_state_dict(
         if not from_rank0:
             return master.cut(lambda slot: own_part(of_slots[slot], slot, ranks), dtype)
         full = None
-        if master.is_first_rank:
+        if master.grid.is_first_of_data:
             full = torch.zeros(layout.padded_numel(master.grid.shard.size), dtype=dtype, device=master.device)
             has_state = (slot for slot in layout.slots if prefix + slot.name in states)
             given = [slot for slot in has_state if key in states[prefix + slot.name].elements]

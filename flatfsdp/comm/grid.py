@@ -68,6 +68,11 @@ class Grid:
         """Whether this rank is the first one in all dimensions."""
         return all(ranks.rank == 0 for ranks in self.dimensions)
 
+    @property
+    def is_first_of_data(self) -> bool:
+        """Whether this rank is the first one among the data-parallel ranks."""
+        return self.shard.rank == 0 and self.replicate.rank == 0
+
     @staticmethod
     def of(mesh: DeviceMesh | None, tp_group: dist.ProcessGroup | None = None) -> Grid:
         """Resolves the options of these names.

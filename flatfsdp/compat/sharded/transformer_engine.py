@@ -118,7 +118,7 @@ def _quantize(own: Any, unit: Unit, weight: Tensor) -> Any:
     del own.quantize_impl
     made, weight = own.quantize_impl(weight), weight.detach()
     # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
-    if not isinstance(made, Tensor) and unit.holds(weight):
+    if not isinstance(made, Tensor) and any(group.holds(weight) for group in unit.groups):
         tensors, _ = made.prepare_for_saving()
         # To save them takes them out of what was made.
         made.restore_from_saved(tensors)

@@ -194,10 +194,7 @@ def _require_no_running_statistics(module: nn.Module) -> None:
 
 
 def _tied_message(name: str, other: str) -> str:
-    return (
-        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
-        "contains both, so that they live in one unit"
-    )
+    return f"parameter {name} is tied to {other} of another unit; make one unit of a module that has both"
 
 
 def bindings_of(

@@ -164,7 +164,7 @@ class Replayed(Generic[P, R]):
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
         for seen in self._seen.values():
             if seen.recording is not None:
-                seen.recording.release()
+                seen.recording.graph.reset()
         self._seen.clear()
 
     def _run(
@@ -193,7 +193,7 @@ class Replayed(Generic[P, R]):
             seen.recording.facts = facts
             # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
             # instead would otherwise meet them unnoticed.
-            _begin(root, seen.recording.scalings, Action.REPLAY, self._number(key))
+            _begin(root, seen.recording.state.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = (), 0
@@ -291,9 +291,9 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
                 if not root.shared.reduces_every:
                     group.main_grad.stay()
         if not group.unit.policy.reshard_after_forward:
-            if group.buffer is not None:
-                group.buffer.stay()
-            group.operands.stay()
+            for buffer in (group.buffer, group.operands.columnwise):
+                if buffer is not None:
+                    buffer.stay()
 
 
 def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int) -> None:

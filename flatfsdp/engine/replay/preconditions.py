@@ -169,7 +169,7 @@ class Surroundings:
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
             watched = [parameter for each in marks for parameter in each.parameters]
             markers = [marker for each in marks for marker in each.watched]
-            are_all = all(each.are_all_markers for each in marks)
+            are_all = not any(each.zeroings for each in marks)
             known = _Collected(at, (facts_of(root), sums, trained), watched, markers if are_all else None)
             self._known = known
         return known

@@ -96,7 +96,7 @@ class DrivenUnit(Unit):
         """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
-            if (name := group.params.displaced) is not None:
+            if (name := group.binding.displaced(group.params.shown_now)) is not None:
                 raise RuntimeError(
                     f"parameter {self.prefix}{name} was replaced after sharding; write to it inside "
                     "summon_full_params(). functional_call is not supported: call it with a plain copy"

@@ -51,7 +51,7 @@ class WriteCheck:
         for group, names in self._written():
             raise RuntimeError(
                 f"the forward of unit {group.name} wrote in place to parameter {names}, which is lost; "
-                "take a changed copy (no max_norm in an embedding), or write to it inside summon_full_params()"
+                "take a copy (no max_norm in an embedding), or write to it inside summon_full_params()"
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:

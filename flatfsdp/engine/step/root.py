@@ -105,9 +105,7 @@ class Root:
         # Of a step that was left, or of a forward without a backward: as many as this rank happens to run.
         self.shared.scales.drop_held()
         for group in self.groups:
-            # A loop ends a step even where nothing has begun: once more for each step.
-            if group.state.is_of_a_step:
-                group.end_step()
+            group.end_step()
 
     @property
     def reduces(self) -> bool:

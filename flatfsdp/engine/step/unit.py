@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.grid import Grid
@@ -74,10 +74,6 @@ class Unit(UnitMember):
     def is_sharded(self) -> bool:
         """Whether some parameter is not gathered."""
         return any(group.state.shard is ShardState.SHARDED for group in self.groups)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in the memory of the gathered parameters."""
-        return any(group.holds(tensor) for group in self.groups)
 
     # ---- parameters come and go -------------------------------------------------------------------------
 

@@ -26,21 +26,11 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.packed import leave_packed
+from flatfsdp.engine.storage.flat_buffer import Placeholders
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.packed_operands import Operands, PackedTensors
 from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import (
-    FREED,
-    copied_on_write,
-    is_copied_on_write,
-    mark_freed,
-    run_as_soon_as_ready,
-    running_backward,
-    shares_memory,
-    unmark_freed,
-    weakly,
-)
+from flatfsdp.torch_private import FREED, mark_freed, run_as_soon_as_ready, running_backward, weakly
 
 _ADDRESS = Tensor.data_ptr
 
@@ -75,7 +65,7 @@ class Shown(ABC):
         self._main_grad = main_grad
         # Made now, because views cannot be made of memory that is gone.
         self._places = binding.layout.views(operands.shown)
-        self._absent = _Absent(binding.layout, operands.shown)
+        self._absent = Placeholders(binding.layout, operands.shown)
         self._packs = PackedTensors(binding.layout, operands)
         self._is_concealed = False
         for tensors in self._open(binding.parameters(), operands.shown):
@@ -125,7 +115,7 @@ class Shown(ABC):
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
             self._is_concealed = False
-            unmark_freed(self._counters)
+            mark_freed(self._counters, is_freed=False)
             self._place()
 
     def conceal(self) -> None:
@@ -134,7 +124,7 @@ class Shown(ABC):
             self._is_concealed = True
             # Whoever saved one, and whose backward does not gather the unit first, would read NaN, or freed
             # memory, and crash.
-            mark_freed(self._counters)
+            mark_freed(self._counters, is_freed=True)
             self._place()
 
     def pack(self, index: int) -> Tensor | None:
@@ -149,11 +139,6 @@ class Shown(ABC):
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
         self._binding.bind(self.shown_now)
-
-    @property
-    def displaced(self) -> str | None:
-        """Name of a parameter that somebody has replaced."""
-        return self._binding.displaced(self.shown_now)
 
 
 class Leaves(Shown):
@@ -303,45 +288,6 @@ class Views(Shown):
             assert self._main_grad is not None
             self._main_grad.land_flat(grad, (index for index in used if self.trained[index]))
         self._landed(None)
-
-
-class _Absent:
-    """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
-
-    Printing a view of freed memory would crash the process.  The memory is copied on write: PyTorch gives it
-    up at the first write to one of its tensors, through `.data` as well, which tells without reading a value.
-
-    Attributes:
-        tensors: the placeholders, in slot order.
-    """
-
-    def __init__(self, layout: FlatLayout, like: Tensor) -> None:
-        self._shapes = [slot.shape for slot in layout.slots]
-        self._nans = torch.full((len(self._shapes),), torch.nan, dtype=like.dtype, device=like.device)
-        self.tensors = self._fresh()
-
-    def _fresh(self) -> list[Tensor]:
-        self._shared = copied_on_write(self._nans)
-        # `.data` gives each a version counter of its own.
-        return [nan.data.expand(shape) for nan, shape in zip(self._shared, self._shapes, strict=True)]
-
-    def take_back(self, shown: Sequence[Tensor]) -> Sequence[int]:
-        """Makes `shown` placeholders again if they no longer are; returns the slots that somebody changed.
-
-        Args:
-            shown: tensors that have the memory of the placeholders, in slot order.
-        """
-        if all(map(is_copied_on_write, shown)):
-            return ()
-        # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
-        still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
-        touched = [slot for slot, tensor in enumerate(shown) if not is_copied_on_write(tensor)]
-        written = [slot for slot in touched if not (still_nan[slot] and shares_memory(shown[slot], memory))]
-        for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
-            tensor.data = fresh
-        for tensor, absent in zip(shown, self.tensors, strict=True):
-            tensor.data = absent
-        return written
 
 
 def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[int]:

@@ -123,7 +123,7 @@ class FlatGroup:
             numel, device = self.layout.padded_numel(num_shards), self.master.device
             self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
-            unsharded = self.buffer.alias()
+            unsharded = self.buffer.tensor.data
         # Its own shard is here already.
         self.gathered_bytes = shard.tensor.nbytes * (num_shards - 1)
         self._unsharded = unsharded.untyped_storage()
@@ -332,6 +332,10 @@ class FlatGroup:
 
     def end_step(self) -> None:
         """Drops what belongs to the step that ends, reduced or abandoned; what was reduced is handed over."""
+        state = self.state
+        # A loop ends a step even where nothing has begun: once more for each step.
+        if not (state.takes_part or state.flags_changed or state.written or state.used):
+            return
         if self.main_grad is not None:
             self.main_grad.end_step()
         self.partial_grad.so_far = self.block_grad.so_far = None

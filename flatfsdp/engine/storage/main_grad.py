@@ -62,10 +62,8 @@ class MainGrad:
         self.stays = self._is_lent = False
         # The buffer and its views that are there while nothing is accumulated.
         self._at_rest: tuple[Tensor | None, list[Tensor], list[Tensor]] = (None, [], [])
-        self.tensor: Tensor | None
-        self._views: list[Tensor]
-        self._pack_views: list[Tensor]
-        self.tensor, self._views, self._pack_views = self._at_rest
+        self.tensor: Tensor | None = None
+        self._views, self._pack_views = self._at_rest[1:]
         self._exposed: Sequence[Tensor] = ()
 
     @property

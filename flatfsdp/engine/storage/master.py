@@ -266,17 +266,16 @@ class MasterShard:
                 all_gather(full, own, ranks)
         return full
 
+    @torch.no_grad()
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        self._store(full[self.start : self.start + self.flat.numel()])
-
-    def store_from_rank0(self, full: Tensor | None) -> None:
-        """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
-        self._store(self.scattered(full, self.flat.dtype))
+        self.flat.copy_(full[self.start : self.start + self.flat.numel()])
+        self.loaded()
 
     @torch.no_grad()
-    def _store(self, own: Tensor) -> None:
-        self.flat.copy_(own)
+    def store_from_rank0(self, full: Tensor | None) -> None:
+        """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
+        self.flat.copy_(self.scattered(full, self.flat.dtype))
         self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -291,11 +290,6 @@ class MasterShard:
         declare(self.grid.replicate, self.unit.identify(Action.STORE), self.device)
         broadcast(own, self.grid.replicate)
         return own
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is the first of the ranks that share the parameters."""
-        return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
 
     @property
     def is_counted(self) -> bool:

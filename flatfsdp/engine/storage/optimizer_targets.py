@@ -99,14 +99,9 @@ class GroupViews:
         self.flat, self.views, self.joint_grad = master.flat, master.local_shards, master.joint_grad
 
     @property
-    def model(self) -> object:
-        """The same object for all shards of a model; None before the model is used."""
-        return self._group.master.in_model.answers
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model; 0 before the model is used."""
-        return self._group.master.in_model.number
+    def place(self) -> tuple[object, int]:
+        """The same object for all shards of a model, and the number of the shard in it."""
+        return self._group.master.in_model.answers, self._group.master.in_model.number
 
     def joined(self, start: int, stop: int) -> FlatShard:
         """The target of neighbouring local shards together."""

@@ -197,11 +197,6 @@ class GroupState:
             self.is_measured = self.is_scaled = self.is_cast = False
         return self
 
-    @property
-    def is_of_a_step(self) -> bool:
-        """Whether there is something that the end of a step has to forget."""
-        return self.takes_part or self.flags_changed or bool(self.written or self.used)
-
     def end_step(self) -> None:
         """Forgets what is true of one step only; `main_grad` has dropped its gradients."""
         self.changes += 1

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.whole.memory import GIB, Size, report_of, sizes_of, units_gathered
+from flatfsdp.engine.whole.memory import GIB, Size, report_of
 from flatfsdp.options import GradSync
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def chosen_grad_sync(units: Sequence[Unit]) -> GradSync:
     groups = [group for unit in units for group in unit.groups]
     trained = [group.master.flat for group in groups if group.trains and not group.master.is_offloaded]
     moments = [Size(2 * flat.numel(), flat.dtype) for flat in trained]
-    report = report_of(sizes_of(units), moments, units_gathered(units), reduces_every=False)
+    report = report_of(units, moments, reduces_every=False)
     spread = any(group.grid.shard.span_hosts for group in groups)
     limit = (ACROSS_HOSTS if spread else ON_ONE_HOST) * memory
     chosen: GradSync = "every" if report.peak > limit else "last"

@@ -86,12 +86,12 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
             "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use those of "
             "flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
         )
-    settings = [_settings_of_the_model(unit) for unit in units]
-    for unit, own in zip(units, settings, strict=True):
-        for what, mine in settings[0].items():
-            if own[what] != mine:
+    of_root = _settings_of_the_model(outermost)
+    for unit in units:
+        for what, own in _settings_of_the_model(unit).items():
+            if own != (mine := of_root[what]):
                 raise ValueError(
-                    f"unit {unit.name} has {what} {own[what]!r}, and its root {mine!r}; make both equal"
+                    f"unit {unit.name} has {what} {own!r}, and its root {mine!r}; make both equal"
                 )
     # Without sharding there is no shard to keep a sum in.
     shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
