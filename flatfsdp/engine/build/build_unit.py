@@ -132,8 +132,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
-            kind = type(owner).__name__
-            raise ValueError(f"{path or 'the module'} is a {kind} already; shard or wrap the plain module")
+            name, kind = path or "the module", type(owner).__name__
+            raise ValueError(f"{name}, a {kind}, keeps its parameters already; shard or wrap a plain module")
         for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
             # Otherwise another parameter was registered here since then, which no unit has.
@@ -173,8 +173,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
         raise ValueError(
             f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
-            "plain dense tensors of floating-point numbers. Load a quantized model without quantization: "
-            "frozen weights take two bytes each over all ranks, and flatfsdp.layers.convert computes in FP8"
+            "plain dense tensors of floating-point numbers: load a model without quantization"
         )
 
 
@@ -194,7 +193,9 @@ def _require_no_running_statistics(module: nn.Module) -> None:
 
 
 def _tied_message(name: str, other: str) -> str:
-    return f"parameter {name} is tied to {other} of another unit; make one unit of a module that has both"
+    return (
+        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; make one unit of both"
+    )
 
 
 def bindings_of(

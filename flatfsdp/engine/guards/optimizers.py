@@ -128,8 +128,8 @@ def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str
         if state_dict[PART] == _parts(optimizer):
             return None
         return (
-            f"{rank} loads the state dict of an optimizer that has another rank's part of the model, or had "
-            f"it on another number of ranks, such as the first rank's from torch.save; {way_out}"
+            f"{rank} loads an optimizer's state dict of another rank's part of the model, or of another number "
+            f"of ranks, such as the first rank's from torch.save; {way_out}"
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     # PyTorch itself refuses other lengths.
@@ -174,8 +174,7 @@ def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
     if name is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} has parameter {name} as it was before the model was sharded, "
-            "as a forward reads it, or as summon_full_params shows it, and would not reach the shards. Build "
-            "it after sharding, from model.parameters() outside of summon_full_params, or from param_groups"
+            "or as summon_full_params shows it; build it after and outside of that, of model.parameters()"
         )
 
 
@@ -195,9 +194,8 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(group.unit.shared.microbatch.awaits_gradients for group in groups):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
-            "brought one to the model since its last training forward. No graph leads to what parameters() "
-            "lists: leave inputs out of backward(inputs=...); without a backward there is no step() either"
+            f"this {type(optimizer).__name__} would change nothing: since the last training forward no "
+            "backward has brought one gradient; run it first, and leave inputs out of backward(inputs=...)"
         )
 
 

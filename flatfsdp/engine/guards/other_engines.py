@@ -87,9 +87,8 @@ def refuse_others_inside(name: str, module: nn.Module) -> None:
     if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
         base = type(module.get_base_layer()).__name__  # type: ignore[operator]
         raise ValueError(
-            f"PEFT adapts a parameter of {name} ({module.parameter_name} of a {base}), and puts another one "
-            'in its place in each forward. Adapt linear layers, as in target_modules=["q_proj", "v_proj"], '
-            'and no routers or experts: "all-linear" includes routers, and target_parameters are such ones'
+            f"PEFT adapts a parameter of {name} ({module.parameter_name} of a {base}), which it replaces in "
+            'each forward; adapt linear layers, as by target_modules=["q_proj"], but no routers or experts'
         )
 
 

@@ -108,10 +108,8 @@ class Graph:
         finally:
             self._generator.graphsafe_set_state(own)
         if restores != len(self._moves.restored):
-            eagerly = len(self._moves.restored)
-            raise RuntimeError(
-                f"it has restored the random state {restores} times, and eagerly {eagerly} times"
-            )
+            times = f"{restores} times, where an eager microbatch did so {len(self._moves.restored)} times"
+            raise RuntimeError(f"it has restored the random state {times}")
 
     def replay(self) -> None:
         """Launches the kernels again: they read what is at the same addresses now, and draw as eager ones."""

@@ -177,7 +177,7 @@ class DrivenUnit(Unit):
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
                     raise RuntimeError(
-                        f"unit {self.name} returned a parameter, or a view, freed now: .clone() it"
+                        f"unit {self.name} returned a parameter of its own, or a view: .clone() it"
                     )
             self.reshard()
         return outputs
@@ -233,9 +233,8 @@ class DrivenUnit(Unit):
             # It is in `main_grad` by now, and would be added to the next step's.
             group.drop_unreduced()
             raise RuntimeError(
-                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: "
-                "its forward has handed out a tensor beside its outputs (through a closure), or a loss uses "
-                "module.weight outside; return the tensor, or set it as an attribute of a module in the unit"
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: a "
+                "loss uses what its forward did not return, or module.weight; return it, or set an attribute"
             )
         landed = self._landed[running_backward(), group]
         # Once a group, not once a parameter.

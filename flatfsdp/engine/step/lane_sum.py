@@ -26,7 +26,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.step.sum_over_ranks import Groups, Rows, SumOverRanks
+from flatfsdp.engine.step.sum_over_ranks import Groups, Rows, SumOverRanks, Tensors
 from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 
 
@@ -37,16 +37,12 @@ class LaneSum(SumOverRanks):
         """Memory for the rows of this turn that other ranks have: one for each of their lanes."""
         return _memory_for_rows(group, flat, group.grid.shard)
 
-    def add(
-        self, groups: Groups, flats: Sequence[Tensor], memory: Sequence[Tensor], kept: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
         """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
         rows = self._exchanged(groups[0], flats, memory, self._grids[groups[0]].shard)
         return [self._folded(*each) for each in zip(groups, rows, kept, strict=True)]
 
-    def _exchanged(
-        self, group: FlatGroup, flats: Sequence[Tensor], memory: Sequence[Tensor], ranks: Ranks
-    ) -> list[Rows]:
+    def _exchanged(self, group: FlatGroup, flats: Tensors, memory: Tensors, ranks: Ranks) -> list[Rows]:
         """Sends all ranks their parts of these tensors, and receives this rank's part of theirs."""
         own = ranks.rank
         parts = [flat.view(ranks.size, -1) for flat in flats]

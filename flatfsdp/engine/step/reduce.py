@@ -120,12 +120,10 @@ class Reducer:
         """Warns once if a unit has held up many others, whose reductions then overlap with no computation."""
         if held > MAX_IN_FLIGHT and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "the gradients of unit %s landed after those of %d units, or not at all, and held them up: "
-                "units are reduced in the reverse of their registration; register modules as they run",
-                self._order[first][0].name,
-                held,
+            message = (
+                "the gradients of unit %s landed after those of %d units, or not at all, and held them up"
             )
+            logger.warning(f"{message}; register modules as they run", self._order[first][0].name, held)
 
     def finish(self) -> list[Reduced]:
         """Reduces what is left; returns the gradients that are reduced for good."""

@@ -140,10 +140,9 @@ class Root:
             self.microbatch.require_turns()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
-            masters, first = [group.master for group in self.groups], self.unit.identify(Action.VALUES)
-            require_same_first_values(masters, self.identity.communicators, first)
-            for master in masters:
-                master.first_digests.clear()
+            require_same_first_values([group.master for group in self.groups])
+            for group in self.groups:
+                group.master.first_digests.clear()
             self._has_begun = True
         tensor_ranks = self.unit.grid.tensor  # All units have the same ones.
         if tensor_ranks.size > 1 and self.is_checked:
@@ -178,7 +177,7 @@ class Root:
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory; use p.data.copy_(...)"
+                    f"a parameter of unit {group.name} was given other memory (p.data = x): p.data.copy_(x)"
                 )
             # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
             # `UnreducedMarks.follow`.

@@ -26,6 +26,7 @@ from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.kernels.grad.add_rows import add_rows
 
+Tensors = Sequence[Tensor]
 Groups = Sequence[FlatGroup]
 """The groups of a unit, or those of them that are reduced together."""
 
@@ -79,9 +80,7 @@ class SumOverRanks:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
-    def add(
-        self, groups: Groups, flats: Sequence[Tensor], memory: Sequence[Tensor], kept: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
         """Adds up one backward's gradients; in the last one the results are final.  Collective.
 
         Args:
@@ -93,9 +92,7 @@ class SumOverRanks:
         sums = self._reduce_scatter(groups, flats, memory)
         return [self._completed(*each) for each in zip(groups, sums, kept, strict=True)]
 
-    def _reduce_scatter(
-        self, groups: Groups, flats: Sequence[Tensor], shards: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def _reduce_scatter(self, groups: Groups, flats: Tensors, shards: Tensors) -> Tensors:
         first = groups[0]
         ranks, division = self._grids[first].shard, first.division
         if division is not None:

@@ -44,7 +44,7 @@ class Shown(ABC):
     Args:
         binding: places in the modules, which have their own parameters still.
         operands: what GEMMs read; its memory must be there now, and may come and go later.
-        main_grad: where gradients land; None for parameters that are built frozen.
+        into: where gradients land; None for parameters that are built frozen.
         landed: called for each gradient.
 
     Attributes:
@@ -57,12 +57,10 @@ class Shown(ABC):
     _parts: Sequence[Tensor]
     _counters: tuple[Tensor, ...]
 
-    def __init__(
-        self, binding: Binding, operands: Operands, main_grad: MainGrad | None, landed: Landed
-    ) -> None:
+    def __init__(self, binding: Binding, operands: Operands, into: MainGrad | None, landed: Landed) -> None:
         self._binding = binding
         self._landed = landed
-        self._main_grad = main_grad
+        self._main_grad = into
         # Made now, because views cannot be made of memory that is gone.
         self._places = binding.layout.views(operands.shown)
         self._absent = Placeholders(binding.layout, operands.shown)

@@ -67,8 +67,8 @@ class ComputeShard:
     @property
     def for_optimizer(self) -> Tensor | None:
         """The shard, if an optimizer may write it along with the master."""
-        # An offloaded master is updated on the host, where this shard is not.  FP8 scales come from the amaxes
-        # of all ranks, which are known after the optimizer's step.
+        # An offloaded master is updated on the host, where this shard is not.  FP8 scales come from amaxes of
+        # all ranks, which are known after the optimizer's step.
         is_out_of_reach = self.master.is_offloaded or self.tensor.dtype.itemsize == 1
         return self.tensor if self.has_own_memory and not is_out_of_reach else None
 

@@ -12,12 +12,12 @@ With `sync_module_states` all ranks take the first rank's values (`comm/agreemen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.checking.identity import Identity
+from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import broadcast, raise_to_largest
 from flatfsdp.comm.ranks import Ranks
@@ -34,15 +34,11 @@ def digest(values: Tensor) -> Tensor:
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
 
-def require_same_first_values(
-    masters: Iterable[MasterShard], everyone: Sequence[Ranks], identity: Identity | None
-) -> None:
-    """Compares the values that ranks began with.  Collective over `everyone`.
+def require_same_first_values(masters: Sequence[MasterShard]) -> None:
+    """Compares the values that ranks began with.  Collective over all ranks of the model.
 
     Args:
-        masters: the shards of a model.
-        everyone: the communicators of the model; all of its ranks raise, or none.
-        identity: identity of the collectives.
+        masters: the shards of a model that is used.
 
     Raises:
         RuntimeError: on all ranks, if a parameter's values differ.
@@ -60,6 +56,9 @@ def require_same_first_values(
             of_ranks.update((prefix + slot.name, digests.get(slot)) for slot in slots)
     if not known_of or device.type == "meta":
         return
+    unit = masters[0].unit
+    assert unit.shared.identity is not None
+    identity = unit.identify(Action.VALUES)
     names = [name for known in known_of.values() for name in known]
     # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
     number, nothing = len(names), torch.zeros((), dtype=torch.int64, device=device)
@@ -76,7 +75,7 @@ def require_same_first_values(
         numbers = torch.arange(number, number - len(known), -1, device=device)
         first = first.maximum((numbers * differs).amax())
         number -= len(known)
-    for ranks in everyone:
+    for ranks in unit.shared.identity.communicators:
         with launch(ranks, identity, device):
             raise_to_largest(first, ranks)
     if found := int(first):

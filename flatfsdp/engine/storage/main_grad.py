@@ -226,10 +226,7 @@ class MainGrad:
     def end_step(self) -> None:
         """Drops what a step has left behind, so that the next one does not add to it."""
         if any(self._state.written):
-            logger.warning(
-                "dropped gradients of a step that was never reduced (its last backward failed, or was "
-                "not marked as the last one)"
-            )
+            logger.warning("dropped gradients of a step that was never reduced: it had no last backward")
         if self.holds_gradients:
             self.drop()
         self._is_lent = False

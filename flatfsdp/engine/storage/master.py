@@ -120,12 +120,8 @@ class MasterShard:
         dtype = precision.compute if is_narrow else precision.param
         self.grad_dtype = precision.grad or dtype
         is_offloaded, device = unit.policy.cpu_offload, self.device
-        shard = torch.zeros(
-            layout.shard_numel(self.grid.shard.size),
-            dtype=dtype,
-            device="cpu" if is_offloaded else device,
-            pin_memory=is_offloaded and device.type == "cuda",
-        )
+        numel, pins = layout.shard_numel(self.grid.shard.size), is_offloaded and device.type == "cuda"
+        shard = torch.zeros(numel, dtype=dtype, device="cpu" if is_offloaded else device, pin_memory=pins)
         self.flat = nn.Parameter(shard, requires_grad=trains)
         for slot, original in zip(layout.slots, originals, strict=True):
             self.load(slot, original.detach())

@@ -72,9 +72,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     shared, policy = outermost.shared, outermost.policy
     grad_sync = chosen_grad_sync(units)
     if policy.grad_sync == "auto":
-        lines.append(
-            f'grad_sync="auto" has chosen {grad_sync!r}; if GPUs have different memory, choose yourself'
-        )
+        lines.append(f"grad_sync has chosen {grad_sync!r}; if GPUs have different memory, choose yourself")
     # Before the communicators below, which ranks with other models would make in other orders, and hang.
     number = check_same_on_all_ranks(lines, outermost.grid.dimensions, shared.device, policy.timeout)
     if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
@@ -90,9 +88,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     for unit in units:
         for what, own in _settings_of_the_model(unit).items():
             if own != (mine := of_root[what]):
-                raise ValueError(
-                    f"unit {unit.name} has {what} {own!r}, and its root {mine!r}; make both equal"
-                )
+                raise ValueError(f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own!r}")
     # Without sharding there is no shard to keep a sum in.
     shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
     return Root(units, number)
