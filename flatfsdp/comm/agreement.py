@@ -19,7 +19,7 @@ from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT, Action, Identity, M
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import broadcast
 from flatfsdp.comm.objects import all_gather_object
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import Ranks, several
 
 
 def check_same_on_all_ranks(
@@ -41,7 +41,7 @@ def check_same_on_all_ranks(
     Returns:
         A random number of 31 bits that all ranks of the grid have in common.
     """
-    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
+    dimensions = several(dimensions)
     chance = secrets.randbits(31)
     if not dimensions or device.type == "meta":
         return chance
@@ -88,7 +88,7 @@ def make_same_on_all_ranks(
     Raises:
         RuntimeError: if names, shapes or dtypes differ between ranks; on all ranks.
     """
-    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
+    dimensions = several(dimensions)
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
     check_same_on_all_ranks(lines, dimensions, device)
     if device.type == "meta":

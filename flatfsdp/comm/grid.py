@@ -16,7 +16,7 @@ from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import under_torchrun
 from flatfsdp.comm.objects import all_gather_object
-from flatfsdp.comm.ranks import ALONE, Ranks, default_group
+from flatfsdp.comm.ranks import ALONE, Ranks, default_group, several
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,22 @@ class Grid:
         Args:
             device: device to communicate on.
         """
-        several = [ranks for ranks in self.dimensions if ranks.size > 1]
-        if len(several) < 2:
-            return several[0].group if several else None
+        others = several(self.dimensions)
+        if len(others) < 2:
+            return others[0].group if others else None
         members = [dist.get_rank()]
         # After each dimension a rank knows those that the dimension adds: a line, then a plane, then all.
-        for ranks in several:
+        for ranks in others:
             members = [each for theirs in all_gather_object(members, ranks, device) for each in theirs]
-        backend = dist.get_backend(several[0].group)
+        backend = dist.get_backend(others[0].group)
         # Only these ranks take part: others may have no part of this model.
         return dist.new_group(sorted(members), backend=backend, use_local_synchronization=True)
+
+    def require_reach(self, device: torch.device) -> None:
+        """Raises ValueError if the backend of these ranks cannot reach the device."""
+        groups = [ranks.group for ranks in self.dimensions if ranks.group is not None]
+        if device.type == "cpu" and any(str(dist.get_backend(group)) == "nccl" for group in groups):
+            raise ValueError("the process group is NCCL's and parameters are on the CPU; pass device='cuda'")
 
     @property
     def is_first(self) -> bool:

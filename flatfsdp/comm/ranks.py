@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -186,6 +187,11 @@ _by_numbers = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Pr
 
 
 ALONE = Ranks(None, 1, 0)
+
+
+def several(dimensions: Iterable[Ranks]) -> list[Ranks]:
+    """Those with more than one rank, each once."""
+    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -29,7 +29,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.grid import Grid
-from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.comm.ranks import ALONE, Ranks, several
 from flatfsdp.contract.flat_shard import Gradients
 from flatfsdp.optim.piece_norms import PieceNorms, of_buffers
 
@@ -210,11 +210,11 @@ def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, 
 
 def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
     """Combines per-rank norms, one or several in a tensor, into the norms over all these ranks."""
-    several = [ranks for ranks in partners if ranks.size > 1]
-    if not several:
+    others = several(partners)
+    if not others:
         return norm
     powers = norm if math.isinf(norm_type) else norm**norm_type
-    for ranks in several:
+    for ranks in others:
         # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
         # bits, and parameters that several ranks have stay equal.
         everyones = powers.new_empty(ranks.size, *powers.shape)
@@ -222,6 +222,41 @@ def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identit
             all_gather(everyones.view(-1), powers.reshape(-1), ranks)
         powers = everyones.amax(0) if math.isinf(norm_type) else everyones.sum(0)
     return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)
+
+
+def norms_of(
+    parts: Sequence[Tensor],
+    places: Sequence[tuple[tuple[Ranks, ...], bool]],
+    device: torch.device,
+    norm_type: float,
+    identity: Identity | None,
+) -> list[Tensor]:
+    """Norms of several gradients, each by itself, over the ranks that have parts of it.  Collective.
+
+    Args:
+        parts: what this rank has of each.
+        places: of each, the groups of ranks with the other parts, and whether this rank counts its own.
+        device: device to communicate on.
+        norm_type: order of the norms.
+        identity: what the collectives carry.
+    """
+    dtype = widest(parts)
+    norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
+    # Some norms of an empty tensor are not zero.
+    counted = [n for n, (_, is_counted) in enumerate(places) if is_counted and parts[n].numel()]
+    if counted:
+        local = torch._foreach_norm([parts[n] for n in counted], norm_type, dtype=dtype)
+        for index, norm in zip(counted, local, strict=True):
+            norms[index] = norm.to(device)
+    by_partners: dict[tuple[Ranks, ...], list[int]] = {}
+    for index, (partners, _) in enumerate(places):
+        by_partners.setdefault(partners, []).append(index)
+    for partners, indices in by_partners.items():
+        own = torch.stack([norms[index] for index in indices])
+        over_ranks = norm_over(partners, own, norm_type, identity).unbind()
+        for index, norm in zip(indices, over_ranks, strict=True):
+            norms[index] = norm
+    return norms
 
 
 def norm_over_stages(stages: Ranks, norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:

@@ -143,9 +143,7 @@ def _require_shardable(module: nn.Module) -> None:
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
     if type(module).__name__ == "OptimizedModule":
-        raise ValueError(
-            "this is the result of torch.compile; shard what is inside, then compile units: block.compile()"
-        )
+        raise ValueError("this is the result of torch.compile; shard the module, then compile its units")
     if not _is_called(module):
         raise ValueError(f"a {type(module).__name__} is never called; pick a module in it or around it")
     require_mixable(module, FlatFSDPModule)
@@ -175,20 +173,16 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     assert isinstance(module, FlatFSDPModule)
     for unit in inside:
         if unit.fsdp_state.outer is None:
-            _enclose(unit, module)
+            unit.fsdp_state.outer = weakref.ref(module)
+            if len(distinct_units(unit)) == 1:
+                # `module` alone calls it, which may then be compiled whole.
+                for _, below_it in own_modules(unit):
+                    if isinstance(below_it, FlatFSDPPart):
+                        unmix(below_it)
     for part in parts:
         PART_OF.leave(part, weakref.ref(module))
         mix(part, FlatFSDPPart)
     return module
-
-
-def _enclose(unit: UnitModule, outer: UnitModule) -> None:
-    """Notes that `outer` alone calls `unit`, which may then be compiled whole."""
-    unit.fsdp_state.outer = weakref.ref(outer)
-    if len(distinct_units(unit)) == 1:
-        for _, part in own_modules(unit):
-            if isinstance(part, FlatFSDPPart):
-                unmix(part)
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from importlib import import_module
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from flatfsdp.comm.agreement import make_same_on_all_ranks
 from flatfsdp.comm.device import indexed
@@ -28,7 +24,6 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import Placement, check_marks, check_placement, placement_of
-from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.guards.modules import guard
 from flatfsdp.engine.guards.other_engines import refuse_others_inside
@@ -38,7 +33,7 @@ from flatfsdp.engine.storage.optimizer_targets import attach_targets
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.engine.whole.state_dicts import follow_state_dicts
 from flatfsdp.engine.whole.units import UnitModule, units_in
-from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.binding import Binding, require_plain
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.flat.module_wrapper import ModuleWrapper
@@ -65,8 +60,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     # on what is built on it.
     import_module("flatfsdp.compat.torch_state_dicts.functions").install()
     parameters = parameters_to_take(module)
-    chosen: dict[str, Any] = dict(options)
-    policy = Policy(**{each.name: chosen[each.name] for each in fields(Policy) if each.name in chosen})
+    policy = Policy.of(options)
     grid = Grid.of(options.get("mesh"), options.get("tp_group"))
     if policy.lanes is not None:
         policy.lanes.require_fit(grid)
@@ -146,35 +140,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         owner_name = TAKEN_AS.of(parameter)
         if owner_name is not None:
             raise ValueError(_tied_message(name, owner_name))
-        _require_plain(name, parameter)
+        require_plain(name, parameter)
     return {name: parameter for parameter, name in found.items()}
-
-
-def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Checks that a parameter can be put into a flat buffer.
-
-    Raises:
-        ValueError: if it is not a dense floating-point tensor in memory of its own.
-    """
-    if is_lazy(parameter):
-        raise ValueError(f"parameter {name} gets its shape in the first forward; run one before sharding")
-    if SKIP_BACKWARD_POST_HOOK.of(parameter):
-        raise ValueError(
-            f"parameter {name} gets its gradient after the backward; build it without delay_wgrad_compute"
-        )
-    kind = type(parameter.data)
-    if kind.__module__.startswith("torch.distributed."):
-        raise ValueError(
-            f"parameter {name} is a {kind.__name__}; FlatFSDP shards plain dense tensors: wrap the module "
-            "without parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
-        )
-    is_dense = parameter.layout is torch.strided
-    if kind is not Tensor or not is_dense or not parameter.is_floating_point():
-        found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
-        raise ValueError(
-            f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
-            "plain dense tensors of floating-point numbers: load a model without quantization"
-        )
 
 
 def _require_no_running_statistics(module: nn.Module) -> None:
@@ -249,9 +216,7 @@ def device_of(
             raise ValueError(f"{places}; pass device= to say where the whole module shall be")
         device = next(iter(found), torch.device("cpu"))
     device = indexed(torch.device(device))
-    for ranks in grid.dimensions:
-        if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
-            raise ValueError("the process group is NCCL's and parameters are on the CPU; pass device='cuda'")
+    grid.require_reach(device)
     return device
 
 

@@ -82,8 +82,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
     names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
     if not names.isdisjoint(_NOT_ELEMENTWISE.split()):
         raise ValueError(
-            f"{type(optimizer).__name__} needs whole parameters, and has this rank's part of each: its step "
-            "would depend on the number of ranks. Use an element-wise one, such as flatfsdp.optim.AdamW"
+            f"{type(optimizer).__name__} needs whole parameters, not parts; take an element-wise optimizer"
         )
     optimizer.register_state_dict_post_hook(note_part)
     optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
@@ -120,16 +119,13 @@ def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: d
 def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str | None:
     """Says why a state dict cannot be loaded; None if it can."""
     rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-    way_out = (
-        "save with flatfsdp.checkpoint.save(path, model, optimizer), and load with flatfsdp.checkpoint.load; "
-        "flatfsdp.checkpoint.load_full_optimizer_state_dict takes a state of whole parameters, by name"
-    )
+    way_out = "save with flatfsdp.checkpoint.save, load with its load or load_full_optimizer_state_dict"
     if PART in state_dict:
         if state_dict[PART] == _parts(optimizer):
             return None
         return (
-            f"{rank} loads an optimizer's state dict of another rank's part of the model, or of another number "
-            f"of ranks, such as the first rank's from torch.save; {way_out}"
+            f"{rank} loads an optimizer's state dict of another rank's part of the model, or of another "
+            f"number of ranks, such as the first rank's from torch.save; {way_out}"
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     # PyTorch itself refuses other lengths.

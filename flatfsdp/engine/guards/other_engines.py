@@ -81,9 +81,7 @@ def refuse_others_inside(name: str, module: nn.Module) -> None:
     hooked = map(_engine_of, module._forward_pre_hooks.values())
     engine = _wrapper_name(module) or next(filter(None, hooked), None)
     if engine is not None:
-        raise ValueError(
-            f"{name} is in the hands of {engine} already, which reduces gradients, too; shard a plain module"
-        )
+        raise ValueError(f"{name} is in the hands of {engine} already; give FlatFSDP the plain module")
     if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
         base = type(module.get_base_layer()).__name__  # type: ignore[operator]
         raise ValueError(

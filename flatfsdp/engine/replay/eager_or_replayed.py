@@ -34,6 +34,7 @@ from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
+from flatfsdp.flat.nested import described
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.torch_private import call_before_shutdown
 
@@ -89,7 +90,7 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
 
 
 Key = tuple[Hashable, Hashable]
-"""Key of a recording: the place of the microbatch in its step, and its arguments as `_describe` has them."""
+"""Key of a recording: the place of the microbatch in its step, and its arguments as `described` has them."""
 
 
 @dataclass
@@ -146,7 +147,9 @@ class Replayed(Generic[P, R]):
         root.microbatch.drop_left()
         root.microbatch.require_place()
         tensors: list[Tensor] = []
-        arguments = _describe((args, kwargs), tensors)
+        arguments = described((args, kwargs), tensors)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise ValueError("an argument requires a gradient, of which replays compute none: detach it")
         key = root.place, arguments
         self._has_sums |= root.microbatch.index > 0 or not root.microbatch.is_last
         seen = self._seen.get(key)
@@ -320,39 +323,14 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
     scales.note_all(scalings)
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Properties of an argument that select a recording: structure, shapes, dtypes, values without tensors.
-
-    Args:
-        tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.
-    """
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise ValueError("an argument requires a gradient, of which replays compute none: detach it")
-        tensors.append(value)
-        return value.shape, value.dtype
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind, tuple([_describe(each, tensors) for each in value])
-    if kind is dict:
-        return kind, tuple([(key, _describe(each, tensors)) for key, each in value.items()])
-    leaves, structure = tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return kind, value
-    return str(structure), tuple([_describe(each, tensors) for each in leaves])
-
-
 def _checked(model: nn.Module) -> UnitModule:
     outermost = unwrapped(model)
     if not isinstance(outermost, UnitModule):
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
     for _, unit in units_in(outermost):
-        policy = unit.fsdp_state.policy
-        refused = {
-            "optimize_backward_concat=False": not policy.optimize_backward_concat,
-            "cpu_offload": policy.cpu_offload,
-            "tp_group": unit.fsdp_state.grid.tensor.size > 1,
-        }
-        if name := next((name for name, is_set in refused.items() if is_set), None):
+        policy, has_tensor_parallel = unit.fsdp_state.policy, unit.fsdp_state.grid.tensor.size > 1
+        refused = not policy.optimize_backward_concat, policy.cpu_offload, has_tensor_parallel
+        if any(refused):
+            name = ("optimize_backward_concat=False", "cpu_offload", "tp_group")[refused.index(True)]
             raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
     return outermost

@@ -46,7 +46,7 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import ShardState, Shared, Version
-from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
+from flatfsdp.flat.nested import cast_fp32, holds_fp32, map_tensors, tensors_in
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
@@ -176,9 +176,7 @@ class DrivenUnit(Unit):
             for group in self.groups:
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
-                    raise RuntimeError(
-                        f"unit {self.name} returned a parameter of its own, or a view: .clone() it"
-                    )
+                    raise RuntimeError(f"unit {self.name} returned a parameter of its own; .clone() it")
             self.reshard()
         return outputs
 
@@ -283,15 +281,9 @@ def _cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableH
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # FP32 beside 16-bit activations, such as a router's weights of experts, is so on purpose.
     first = args[0] if args else next(iter(kwargs.values()), None)
-    if not _holds_fp32(first):
+    if not holds_fp32(first):
         return None
     return cast_fp32(args, dtype), {name: cast_fp32(each, dtype) for name, each in kwargs.items()}
-
-
-def _holds_fp32(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype is torch.float32
-    return isinstance(value, tuple) and any(map(_holds_fp32, value))
 
 
 def is_cast(hook: Any) -> bool:

@@ -33,9 +33,12 @@ from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 class LaneSum(SumOverRanks):
     """Sums of one model's gradients in the order of lanes."""
 
-    def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
-        """Memory for the rows of this turn that other ranks have: one for each of their lanes."""
-        return _memory_for_rows(group, flat, group.grid.shard)
+    def memory_for(
+        self, group: FlatGroup, flat: Tensor, kept: Tensor | None, ranks: Ranks | None = None
+    ) -> Tensor:
+        """Memory for what other ranks, by default of the shard group, send of tensors like `flat`: rows."""
+        others = (ranks or group.grid.shard).size - 1
+        return flat.new_empty(others, flat.numel() // (others + 1), dtype=group.unit.policy.precision.reduce)
 
     def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
         """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
@@ -66,7 +69,7 @@ class LaneSum(SumOverRanks):
             assert group.block_grad.so_far is not None and not self._shared.microbatch.is_last
             return group.block_grad.so_far
         if replicas.size > 1:
-            (rows,) = self._exchanged(group, [sums], [_memory_for_rows(group, sums, replicas)], replicas)
+            (rows,) = self._exchanged(group, [sums], [self.memory_for(group, sums, None, replicas)], replicas)
         elif lanes.block > 1:
             # Rounded as if replicas had sent them: all meshes have the same bits.
             rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
@@ -92,9 +95,3 @@ class LaneSum(SumOverRanks):
         ends = self._shared.microbatch.turn % turns == turns - 1
         total = self.added(group, group.block_grad, rows, group.block_grad.memory, ends=ends)
         return total if ends else None
-
-
-def _memory_for_rows(group: FlatGroup, flat: Tensor, ranks: Ranks) -> Tensor:
-    """Memory for what the other ranks send of tensors as long as `flat`: a row each."""
-    dtype = group.unit.policy.precision.reduce
-    return flat.new_empty(ranks.size - 1, flat.numel() // ranks.size, dtype=dtype)

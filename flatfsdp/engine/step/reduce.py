@@ -32,7 +32,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.grid import Grid
-from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.comm.ranks import ALONE, Ranks, several
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.lane_sum import LaneSum
@@ -134,9 +134,7 @@ class Reducer:
         for groups in self._order:
             late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if late and late[0].unit.policy.lanes is not None:
-                raise RuntimeError(
-                    f"unit {late[0].name} is in a reentrant checkpoint; with lanes pass use_reentrant=False"
-                )
+                raise RuntimeError(f"with lanes, checkpoint unit {late[0].name} with use_reentrant=False")
             self._launch(late)
         while self._in_flight:
             self._retire()
@@ -225,8 +223,7 @@ class Reducer:
         by_ranks: dict[tuple[Ranks, ...], list[int]] = {}
         for index, (group, _, _) in enumerate(reduced):
             grid = self.grids[group]
-            ranks = tuple(each for each in (grid.shard, grid.replicate, group.grid.tensor) if each.size > 1)
-            if ranks:
+            if ranks := tuple(several((grid.shard, grid.replicate, group.grid.tensor))):
                 by_ranks.setdefault(ranks, []).append(index)
         answers = [each.used for each in reduced]
         # Imagined ranks, on the meta device, do what this one does.

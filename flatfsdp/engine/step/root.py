@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import several
 from flatfsdp.engine.step.passes import Backward, Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
@@ -220,7 +220,7 @@ class Root:
         self.calls.clear()
         if backward_follows and self.order.current.trained:
             # Gradients that are there are of a backward before this forward, such as one of a validation.
-            has_gradients = any(group.master.published is not None for group in self.groups)
+            has_gradients = any(group.master.published() is not None for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
         self.shared.scales.end_forward()
         # Not the root's own: its head ran last, and the backward begins with it.
@@ -297,7 +297,7 @@ class Root:
             forward: the forward whose graph the backward has reached; None if that is not known.
         """
         number = running_backward()
-        if not self.backward.is_running(number):
+        if not (self.backward.is_open and self.backward.number == number):
             if torch.is_grad_enabled():
                 raise RuntimeError("create_graph=True would need parameters that are freed by then")
             if self.backward.has_failed:
@@ -364,8 +364,3 @@ class Root:
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.
         self.shared.scales.abandon()
         self.microbatch.end_step()
-
-
-def several(dimensions: Iterable[Ranks]) -> list[Ranks]:
-    """Communicators of more than one rank, each once."""
-    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

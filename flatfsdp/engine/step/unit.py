@@ -66,11 +66,6 @@ class Unit(UnitMember):
         self._forget_backward()
 
     @property
-    def trained(self) -> list[FlatGroup]:
-        """The groups that are trained now."""
-        return [group for group in self.groups if group.trains]
-
-    @property
     def is_sharded(self) -> bool:
         """Whether some parameter is not gathered."""
         return any(group.state.shard is ShardState.SHARDED for group in self.groups)

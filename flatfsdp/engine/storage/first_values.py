@@ -20,7 +20,7 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import broadcast, raise_to_largest
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import Ranks, several
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
 
@@ -88,8 +88,7 @@ def require_same_first_values(masters: Sequence[MasterShard]) -> None:
 def make_equal(master: MasterShard, identity: Identity | None) -> None:
     """Makes replicas equal, and parameters that all tensor-parallel ranks have whole.  Collective."""
     placement, tensor = master.layout.placement, master.grid.tensor
-    same = [master.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
-    if any(ranks.size > 1 for ranks in same):
+    if same := several([master.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]):
         replica = master.flat.detach().to(master.device)
         for ranks in same:
             declare(ranks, identity, master.device)

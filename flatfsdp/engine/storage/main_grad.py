@@ -141,8 +141,7 @@ class MainGrad:
         """
         if grad.layout is not torch.strided:
             raise TypeError(
-                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
-                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; pass sparse=False"
             )
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:

@@ -96,6 +96,7 @@ class MasterShard:
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
             compared (`first_values.py`).
         first_version: version of `flat` that stands for no write by others; loads of state dicts raise it.
+        published: returns the reduced gradient, as long as a part of it is still there.
         is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
@@ -112,7 +113,8 @@ class MasterShard:
         self.first_digests: dict[ParamSlot, Tensor] = {}
         self.first_version = 0
         self.is_average = False
-        self._published: weakref.ref[Published] | None = None
+        # Weak, so that zeroing the gradients of all local shards frees the memory.
+        self.published: Callable[[], Published | None] = lambda: None
 
         precision, trains = unit.policy.precision, originals[0].requires_grad
         # To what is built frozen nothing is added, so values in the compute dtype need no wider copy.
@@ -132,7 +134,7 @@ class MasterShard:
         self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
         self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
         self._addresses = list(map(_ADDRESS, self._with_memory))
-        # How `_parts` splits a gradient: into gaps and local shards in turn, a gap first, but no empty gaps.
+        # `add_grad` splits a gradient into gaps and local shards in turn, a gap first, but no empty gaps.
         edges = [0, *(edge for _, *both in self.local_shards for edge in both), self.flat.numel()]
         lengths = [stop - start for start, stop in pairwise(edges)]
         kept = [number for number, length in enumerate(lengths) if length or number % 2]
@@ -312,11 +314,6 @@ class MasterShard:
         """The same gradients without their places."""
         return [grad for _, grad in self.grads_at]
 
-    @property
-    def published(self) -> Published | None:
-        """The reduced gradient, as long as a part of it is still there."""
-        return None if self._published is None else self._published()
-
     def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
         """The gradient of the whole shard, if local shards [first, last) all have their parts of it.
 
@@ -328,7 +325,7 @@ class MasterShard:
             last: number of the local shard after the last one.
             empty: whether local shards without elements count, which are others on each rank.
         """
-        published, attribute = self.published, self.grad_attribute
+        published, attribute = self.published(), self.grad_attribute
         if published is None:
             return None
         for index in range(first, last):
@@ -362,8 +359,7 @@ class MasterShard:
             added = grad.numel()
         else:
             published = Published(grad, set(range(len(self.local_shards))))
-            # Weak, so that zeroing the gradients of all local shards frees the memory.
-            self._published = weakref.ref(published)
+            self.published = weakref.ref(published)
         # Before anything is set: what autograd has brought is in the same `.grad`.
         autograds = self.marks.take_autograds()
         if not published.idle and not autograds:
@@ -373,35 +369,31 @@ class MasterShard:
                 "a penalty on model.parameters() has a gradient of its own, which lanes would add once a "
                 "microbatch; compute it inside the model's forward, or use weight_decay"
             )
-        parts = zip(self.parameters, self._parts(published.flat), self.marks.places, used, strict=True)
-        for index, (parameter, part, place, is_used) in enumerate(parts):
+        # An empty part shares the version counter, too, so that all ranks notice the same writes.
+        split = published.flat.split_with_sizes(self._lengths)
+        parts = [split[number] for number in self._numbers]
+        places = zip(self.parameters, parts, self.marks.places, used, strict=True)
+        for index, (parameter, part, place, is_used) in enumerate(places):
             if index in autograds:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
                 part.add_(plain(autograds[index]))
             if index not in published.idle:
                 continue
-            present = reduced_grad(parameter, attribute)
-            if isinstance(present, ShardGrad) and present.is_untouched_zero:
-                present = None
+            old = reduced_grad(parameter, attribute)
+            # Zeros to which nobody has written but to zero them.
+            if isinstance(old, ShardGrad) and old.stands_for_none and old._version == old.zeroings:
+                old = None
                 attribute.leave(parameter, None)
-            if present is not None:
+            if old is not None:
                 # The user's own memory.
                 published.idle.discard(index)
                 if is_used:
-                    attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
+                    attribute.leave(parameter, ShardGrad.of(plain(old).add_(part), place))
                     added += part.numel()
             elif is_used:
                 published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
         return added
-
-    def _parts(self, grad: Tensor) -> list[Tensor]:
-        """The elements of each local shard.
-
-        An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
-        """
-        parts = grad.split_with_sizes(self._lengths)
-        return [parts[number] for number in self._numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients."""

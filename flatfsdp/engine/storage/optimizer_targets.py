@@ -7,11 +7,10 @@ Next: `optim/fused.py` steps neighbouring local shards as one, and writes the co
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.attribute import LeftOut
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved, Pieces
 from flatfsdp.engine.storage.group import FlatGroup
 
@@ -24,7 +23,7 @@ def attach_targets(group: FlatGroup) -> None:
         VIEWED_SHARD.leave(parameter, viewed)
 
 
-class ShardTarget:
+class ShardTarget(LeftOut):
     """Elements [start, stop) of one group's master shard, as a `FlatShard`.
 
     Attributes:
@@ -75,17 +74,13 @@ class ShardTarget:
         # A weight is in one local shard: those are cut between weights.
         return self.group.compute_shard.amaxes_of(self._start, self._stop)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
-        return type(None), ()
-
     def cast_done(self) -> None:
         """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
         if not self.group.master.is_offloaded:
             self.group.compute_shard.elements_done(self._start, self._stop)
 
 
-class GroupViews:
+class GroupViews(LeftOut):
     """The master shard of a group as a `ViewedShard`: several parameters, one for each slot.
 
     Attributes:
@@ -106,7 +101,3 @@ class GroupViews:
     def joined(self, start: int, stop: int) -> FlatShard:
         """The target of neighbouring local shards together."""
         return ShardTarget(self._group, start, stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles it as a `ShardTarget`."""
-        return type(None), ()

@@ -48,9 +48,7 @@ class ShardInModel:
             RuntimeError: before the model is used.
         """
         if self.answers is None:
-            raise RuntimeError(
-                "no norms before the model's first forward, in which ranks meet; run one first"
-            )
+            raise RuntimeError("gradients have no norm before the model's first forward; run one first")
         return self.answers
 
 
@@ -123,11 +121,6 @@ class ShardGrad(Tensor):
         grad.place, grad.published = place, published
         return grad
 
-    @property
-    def is_untouched_zero(self) -> bool:
-        """Whether it stands for no gradient, and nobody has written to it but to zero it."""
-        return self.stands_for_none and self._version == self.zeroings
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,8 +183,7 @@ def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     """Raises ValueError except for `torch.max(grad, other)`."""
     if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
         raise ValueError(
-            f"{func.__name__} of this rank's part of a gradient; use .grad.norm(torch.inf) for the largest "
-            "magnitude over all ranks, or .grad.as_subclass(torch.Tensor) for this rank's elements"
+            f"{func.__name__} of a part: take .grad.norm(torch.inf), or .grad.as_subclass(torch.Tensor)"
         )
 
 
