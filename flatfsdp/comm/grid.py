@@ -6,6 +6,7 @@ In:   the options mesh, dp_shard and tp_group.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,19 @@ class Grid:
         grid.tensor.require_apart(shard)
         grid.tensor.require_apart(replicate)
         return grid
+
+
+def require_same_ranks(grids: Iterable[Grid], doing: str) -> None:
+    """Raises ValueError, on every rank, if parameters are spread over different numbers of ranks.
+
+    In that case groups of ranks may have parameters of their own under the same names (experts).
+    """
+    sizes = sorted({grid.num_ranks for grid in grids})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
+            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
+        )
 
 
 def mesh_of_shard_groups(dp_shard: int) -> DeviceMesh | None:

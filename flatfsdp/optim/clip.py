@@ -29,7 +29,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.grid import Grid
-from flatfsdp.comm.ranks import ALONE, Ranks, several
+from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.flat_shard import Gradients
 from flatfsdp.optim.piece_norms import PieceNorms, of_buffers
 
@@ -210,11 +210,11 @@ def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, 
 
 def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
     """Combines per-rank norms, one or several in a tensor, into the norms over all these ranks."""
-    others = several(partners)
-    if not others:
+    several = [ranks for ranks in partners if ranks.size > 1]
+    if not several:
         return norm
     powers = norm if math.isinf(norm_type) else norm**norm_type
-    for ranks in others:
+    for ranks in several:
         # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
         # bits, and parameters that several ranks have stay equal.
         everyones = powers.new_empty(ranks.size, *powers.shape)

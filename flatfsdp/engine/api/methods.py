@@ -184,12 +184,11 @@ class UnitMethods(UnitModule):
             With async_op, a handle whose `wait()` waits, as the unit's next forward does; otherwise None.
         """
         root_of(self)
-        unit = self.fsdp_state
-        if not async_op:
-            unit.show(Action.FORWARD)
-            return None
-        unit.unshard(Action.FORWARD)
-        return Unsharding(unit)
+        if async_op:
+            self.fsdp_state.unshard(Action.FORWARD)
+            return Unsharding(self.fsdp_state)
+        self.fsdp_state.show(Action.FORWARD)
+        return None
 
     def reshard(self) -> None:
         """Frees this unit's own parameters, if they are gathered."""

@@ -176,10 +176,10 @@ def bindings_of(
     parameters = list(parameters)
     packs = Packs(own_modules(module), parameters, tensor, ELEMENT_ALIGNMENT)
     in_fp8 = packs.stored_in_fp8(module) if policy.precision.fp8_weights is not None else ()
-    kinds = {
-        p: (p.requires_grad, Role.FP8 if p in in_fp8 else Role.COMPUTE, placement_of(p, tensor))
-        for p in packs.in_order(parameters)
-    }
+    kinds = {}
+    for parameter in packs.in_order(parameters):
+        role = Role.FP8 if parameter in in_fp8 else Role.COMPUTE
+        kinds[parameter] = parameter.requires_grad, role, placement_of(parameter, tensor)
     places = {parameter: place for place, parameter in enumerate(parameters)}
     bindings = []
     # In one order on all ranks, and with a group for each kind of which there are parameters.

@@ -81,9 +81,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         return
     names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
     if not names.isdisjoint(_NOT_ELEMENTWISE.split()):
-        raise ValueError(
-            f"{type(optimizer).__name__} needs whole parameters, not parts; take an element-wise optimizer"
-        )
+        raise ValueError(f"{type(optimizer).__name__} needs whole parameters; take an element-wise optimizer")
     optimizer.register_state_dict_post_hook(note_part)
     optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
     vars(optimizer)[_WATCHED] = True
@@ -132,10 +130,9 @@ def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
-                shape = tuple(value.shape)
                 return (
-                    f"the state dict of an optimizer has {key!r} of shape {shape} for a parameter of which "
-                    f"{rank} has {parameter.numel()} elements: its model was not sharded; {way_out}"
+                    f"the state dict of an optimizer has {key!r} of shape {tuple(value.shape)}; {rank} has "
+                    f"{parameter.numel()} elements of the parameter: its model was not sharded; {way_out}"
                 )
     return None
 
@@ -170,7 +167,7 @@ def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
     if name is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} has parameter {name} as it was before the model was sharded, "
-            "or as summon_full_params shows it; build it after and outside of that, of model.parameters()"
+            "or as summon_full_params shows it; build it after sharding, outside of that, of its parameters()"
         )
 
 

@@ -110,7 +110,6 @@ def _name_among(names: Container[str], cls: type) -> str | None:
 
 def _around(engine: str) -> ValueError:
     return ValueError(
-        f"{engine} around a model that FlatFSDP has sharded would reduce gradients a second time. "
-        "Accelerator.prepare, transformers.Trainer and Lightning's strategies put one around every model: "
-        "give them all but the model, and call the model itself"
+        f"{engine} around a model that FlatFSDP has sharded would reduce gradients a second time; do not "
+        "give it to Accelerator.prepare, transformers.Trainer or Lightning's strategies, but call the model"
     )

@@ -254,7 +254,7 @@ class Replayed(Generic[P, R]):
             # The random numbers of all recordings are out of step now.
             self._seen.clear()
             raise
-        outputs = recording.run_first()
+        outputs = recording.replay(inputs, is_first=True)
         seen.recording, recording.facts = recording, seen.facts
         recordings = [each.recording for each in self._seen.values() if each.recording is not None]
         held = [each for one in recordings for each in one.outputs if isinstance(each, Tensor)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.group import REQUIRES_GRAD
 from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
@@ -26,7 +27,6 @@ from flatfsdp.torch_private import allows_tf32, has_global_hooks
 _ADDRESS = Tensor.data_ptr
 _STORED_AT = torch.UntypedStorage.data_ptr
 _VERSION = attrgetter("_version")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _KIND = attrgetter("shape", "dtype")
 # From an object's own dict: to find attributes, Python also looks at the object, its class and all bases.
 _IS_TRAINING = itemgetter("training")
@@ -132,7 +132,7 @@ class Surroundings:
             self._recorded,
             [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
             # Most groups are frozen as a whole; other changes are noticed at the beginning of the next step.
-            list(map(_REQUIRES_GRAD, fetched(self._flagged))),
+            list(map(REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
             [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
             # Layers get other buffers when their scales move.  A recording keeps its own, so that no other

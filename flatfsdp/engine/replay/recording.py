@@ -67,30 +67,29 @@ class Recording:
             if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
 
-    def run_first(self) -> Outputs:
-        """Runs the microbatch that was just recorded; the engine's state is that after it already."""
-        self.graph.replay()
-        self._renew()
-        self._root.publish(self.state.reduced)
-        return self._copied_outputs()
+    def replay(self, inputs: list[Tensor], *, is_first: bool = False) -> Outputs:
+        """Runs another microbatch of the same kind and shape; returns copies of its outputs.
 
-    def replay(self, inputs: list[Tensor]) -> Outputs:
-        """Runs another microbatch of the same kind and shape; returns copies of its outputs."""
-        if inputs:
+        Args:
+            inputs: its tensors.
+            is_first: runs the microbatch that was just recorded, whose inputs are there, and after which the
+                engine's state is already.
+        """
+        if not is_first and inputs:
             torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self.graph.replay()
         # What is cached belongs to this recording: others, and eager microbatches, read the scales again.
         self._renew()
-        self.state.restore()
-        return self._copied_outputs()
+        if is_first:
+            self._root.publish(self.state.reduced)
+        else:
+            self.state.restore()
+        return [each.clone() if isinstance(each, Tensor) else each for each in self.outputs]
 
     def _renew(self) -> None:
         """Makes casts read this recording's scales instead of cached ones."""
         for arena in self._arenas:
             arena.renew()
-
-    def _copied_outputs(self) -> Outputs:
-        return [each.clone() if isinstance(each, Tensor) else each for each in self.outputs]
 
 
 @contextmanager
@@ -121,7 +120,7 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
             raise
         raise RuntimeError(
             "the microbatch cannot be recorded as a CUDA graph: it waits for the GPU (.item(), a branch on a "
-            f"tensor), or has no one backward ({error}); compute that outside, or train without replayed"
+            f"tensor), or has not exactly one backward ({error}); do that outside, or train without replayed"
         ) from error
     finally:
         root.publish, root.shared.checks = publish, True

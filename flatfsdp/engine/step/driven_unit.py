@@ -254,8 +254,9 @@ class DrivenUnit(Unit):
         # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
-        # Unless no nested backward can bring more, the unit is reduced at the end of the backward.
-        is_complete = self._was_followed and not self.root.backward.is_nested
+        # A parameter used in several reentrant checkpoints gets a gradient in each nested backward, and only
+        # the end of the outer one, when the unit is reduced otherwise, tells that no more will come.
+        is_complete = self._was_followed and running_backward() == self.root.backward.number
         if is_complete and self.root.reduces and any(group.state.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)
         self._free_after_backward()
@@ -273,9 +274,8 @@ def _cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableH
     """
     sites = (site for group in unit.groups for sites in group.binding.sites for site in sites)
     inside = (site.module for site in sites if site.name != site.attribute or not site.module._modules)
-    owners = dict.fromkeys(inside)
     cast = partial(_cast_arguments, dtype)
-    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
+    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in dict.fromkeys(inside)]
 
 
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -38,8 +38,8 @@ class LeftBehind:
         self._attributes = [vars(module) for module in self._modules]
         self._sizes: list[int] = []
         # PyTorch's own modules leave nothing on themselves; what others set there are new attributes.
-        are_torchs = [type(each).__module__.startswith("torch.nn.modules.") for each in self._modules]
-        self._own = [set(of) if is_ else set() for of, is_ in zip(self._attributes, are_torchs, strict=True)]
+        torchs = "torch.nn.modules."
+        self._own = [set(vars(m)) if type(m).__module__.startswith(torchs) else set() for m in self._modules]
         self._readers: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = []
         # Values that can hold no tensor; kept, so that no other object gets the address of one.
         self._plain: list[Any] = []

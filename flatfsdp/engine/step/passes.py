@@ -85,15 +85,6 @@ class Backward:
         self._end: weakref.ref[Callable[[], None]] | None = None
 
     @property
-    def is_nested(self) -> bool:
-        """Whether a backward inside the backward is running: reentrant checkpointing.
-
-        A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
-        outer backward is it known that no more will come.
-        """
-        return running_backward() != self.number
-
-    @property
     def has_failed(self) -> bool:
         """Whether a backward began whose end will never be called."""
         return self.is_open and (self._end is None or self._end() is None)

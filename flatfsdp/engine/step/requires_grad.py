@@ -17,11 +17,7 @@ same on all ranks, not on what has landed here.  For other groups nothing is all
 
 from __future__ import annotations
 
-from operator import attrgetter
-
-from flatfsdp.engine.storage.group import FlatGroup
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from flatfsdp.engine.storage.group import REQUIRES_GRAD, FlatGroup
 
 
 def follow_requires_grad(group: FlatGroup) -> None:
@@ -32,7 +28,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
             the parameters in one flat parameter were changed.
     """
     known = group.params.trained
-    shown = list(map(_REQUIRES_GRAD, group.params.shown_now))
+    shown = list(map(REQUIRES_GRAD, group.params.shown_now))
     listed = group.flags
     if shown == known and listed == known:
         return

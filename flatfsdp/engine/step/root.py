@@ -19,6 +19,7 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.ranks import several
+from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.passes import Backward, Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
@@ -87,7 +88,7 @@ class Root:
         communicators = several(ranks for grid in grids for ranks in grid.dimensions)
         names = [unit.name if unit.groups else "" for unit in units]
         self.identity = ModelIdentity(number, names, data_parallel, communicators, policy.timeout)
-        shared.identity = self.identity
+        shared.identity, shared.gather_stream = self.identity, SideStream(shared.device)
         # Before the first collective, which carries the unit's number and the model's identity.
         for index, unit in enumerate(units):
             unit.number, unit.shared = index, shared
@@ -321,9 +322,6 @@ class Root:
         if self.reduces:
             # Only now, so that a backward that fails half-way leaves all gradients as they were.
             self.publish(self.reducer.finish())
-            for group in self.groups:
-                if group.main_grad is not None:
-                    group.main_grad.give_back()
         if self.microbatch.is_last:
             self.shared.scales.update_held()
         # After the reductions, which took the buffers: what is still there is for the next microbatch.

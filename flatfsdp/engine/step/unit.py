@@ -160,13 +160,8 @@ class Unit(UnitMember):
     def end_of_backward(self) -> None:
         """Frees what is still gathered at the end of the whole backward, and starts counting afresh."""
         for group in self.groups:
-            if group.main_grad is not None and group.main_grad.holds_gradients:
-                if group.state.takes_part:
-                    # Small gradients wait for each other, but not for those of the next microbatch.
-                    group.main_grad.flush()
-                else:
-                    # A layer wrote the gradient of a parameter that was frozen after the forward.
-                    group.main_grad.drop()
+            if group.main_grad is not None:
+                group.main_grad.end_backward()
             # A frozen unit does not use what was gathered ahead for it.
             group.wait()
         self._free_after_backward()

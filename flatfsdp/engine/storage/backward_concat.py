@@ -72,7 +72,7 @@ class Shown(ABC):
         for index, owners in enumerate(binding.pack_owners):
             for owner, name in owners:
                 leave_packed(owner, name, partial(self.pack, index))
-        self._known = self.versions
+        self._known = self._versions()
 
     @abstractmethod
     def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
@@ -93,9 +93,8 @@ class Shown(ABC):
         if self._main_grad is not None:
             self._packs.train(self._parts, self._main_grad)
 
-    @property
     @abstractmethod
-    def versions(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """Version counters of the parameters, in slot order."""
 
     def take_writes(self) -> Sequence[int]:
@@ -103,7 +102,7 @@ class Shown(ABC):
         # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
         is_absent, shown = self._is_concealed, self.shown_now
         taken = self._absent.take_back(shown) if is_absent else _take_back(shown, self._places)
-        before, self._known = self._known, self.versions
+        before, self._known = self._known, self._versions()
         if before == self._known and not taken:
             return ()
         pairs = enumerate(zip(before, self._known, strict=True))
@@ -172,8 +171,7 @@ class Leaves(Shown):
         for parameter, trains in zip(self._parts, trained, strict=True):
             parameter.requires_grad_(trains)
 
-    @property
-    def versions(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
         freed = FREED if self._is_concealed else 0
         return [parameter._version - freed for parameter in self._parts]
@@ -248,8 +246,7 @@ class Views(Shown):
             absent.requires_grad_(trains)
         self._place()
 
-    @property
-    def versions(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """Version counters, in slot order: an in-place write to one view raises those of all."""
         shared = self._leaf._version - (FREED if self._is_concealed else 0)
         return [shared + absent._version for absent in self._absent.tensors]

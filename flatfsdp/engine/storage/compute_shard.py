@@ -61,14 +61,6 @@ class ComputeShard:
         return master.generation, -1 if self.is_cast_once_a_load else master.flat._version
 
     @property
-    def for_optimizer(self) -> Tensor | None:
-        """The shard, if an optimizer may write it along with the master."""
-        # An offloaded master is updated on the host, where this shard is not.  FP8 scales come from amaxes of
-        # all ranks, which are known after the optimizer's step.
-        is_out_of_reach = self.master.is_offloaded or self.tensor.dtype.itemsize == 1
-        return self.tensor if self.has_own_memory and not is_out_of_reach else None
-
-    @property
     def state(self) -> GroupState:
         """Facts about the group, for the master's current values."""
         return self._state.of_version(self.version)

@@ -56,9 +56,8 @@ def require_same_first_values(masters: Sequence[MasterShard]) -> None:
             of_ranks.update((prefix + slot.name, digests.get(slot)) for slot in slots)
     if not known_of or device.type == "meta":
         return
-    unit = masters[0].unit
+    unit, identity = masters[0].unit, masters[0].unit.identify(Action.VALUES)
     assert unit.shared.identity is not None
-    identity = unit.identify(Action.VALUES)
     names = [name for known in known_of.values() for name in known]
     # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
     number, nothing = len(names), torch.zeros((), dtype=torch.int64, device=device)

@@ -43,7 +43,7 @@ from flatfsdp.flat.layout import Role
 from flatfsdp.options import Division
 from flatfsdp.torch_private import shares_memory
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(eq=False)
@@ -188,8 +188,7 @@ class FlatGroup:
         """
         if self.compute_shard.version != version:
             raise RuntimeError(
-                f"the parameters of unit {self.name} changed between this forward and its backward; run both "
-                "before, or after, a step, a load or a write"
+                f"the parameters of unit {self.name} changed between this forward and its backward; redo both"
             )
 
     def allocate(self) -> bool:
@@ -257,12 +256,12 @@ class FlatGroup:
     @property
     def trains(self) -> bool:
         """Whether some parameter requires a gradient now."""
-        return any(map(_REQUIRES_GRAD, self.master.parameters))
+        return any(map(REQUIRES_GRAD, self.master.parameters))
 
     @property
     def flags(self) -> Sequence[bool]:
         """For each slot, whether its parameter requires a gradient now."""
-        return self.master.per_slot(list(map(_REQUIRES_GRAD, self.master.parameters)))
+        return self.master.per_slot(list(map(REQUIRES_GRAD, self.master.parameters)))
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Trains or freezes the parameter of each slot from now on."""

@@ -140,9 +140,8 @@ class MainGrad:
             TypeError: if it is sparse.
         """
         if grad.layout is not torch.strided:
-            raise TypeError(
-                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; pass sparse=False"
-            )
+            name = self._layout.slots[index].name
+            raise TypeError(f"parameter {name} got a {grad.layout} gradient; build its layer without sparse")
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
             # One gradient a slot can wait, and the earlier one is added first.
@@ -210,9 +209,15 @@ class MainGrad:
         self._is_lent = self.stays
         return tensor
 
-    def give_back(self) -> None:
-        """Notes that the reduction which was handed the buffer has ended, for all that is launched later."""
+    def end_backward(self) -> None:
+        """Settles what has landed; a reduction that was handed the buffer has ended for later launches."""
         self._is_lent = False
+        if self._state.takes_part:
+            # Small gradients wait for each other, but not for those of the next microbatch.
+            self.flush()
+        elif self.holds_gradients:
+            # A layer wrote the gradient of a parameter that was frozen after the forward.
+            self.drop()
 
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""

@@ -14,7 +14,7 @@ An empty one stands where its parameter would be, so starts ascend in the order 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -25,11 +25,12 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.ranks import ALONE
-from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.flat_shard import GradAt
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
+from flatfsdp.contract.users_own import users_own
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
@@ -39,28 +40,7 @@ from flatfsdp.torch_private import uses_of_memory
 T = TypeVar("T")
 
 
-def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
-    """Raises ValueError, on every rank, if shards are spread over different numbers of ranks.
-
-    In that case groups of ranks may have parameters of their own under the same names (experts).
-    """
-    sizes = sorted({master.grid.num_ranks for master in masters})
-    if len(sizes) > 1:
-        raise ValueError(
-            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
-            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
-        )
-
-
 _ADDRESS = Tensor.data_ptr
-
-_OF_ONE_TENSOR = {
-    each.name
-    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
-    for each in vars(contract).values()
-    if isinstance(each, Attribute)
-}
-"""Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
 
 class LocalShard(NamedTuple):
@@ -153,9 +133,8 @@ class MasterShard:
             # A slice of a detached tensor shares the version counter, so its updates are noticed.
             parameter = nn.Parameter(self.flat.detach()[start:stop], original.requires_grad)
             # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
-            users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
-            vars(parameter).update(users_own)
-            whole_shape.WHOLE_SHAPE.leave(parameter, slot.whole_shape)
+            vars(parameter).update(users_own(original))
+            WHOLE_SHAPE.leave(parameter, slot.whole_shape)
             found.append(LocalShard(parameter, start, stop))
         return found
 
@@ -252,28 +231,24 @@ class MasterShard:
             return None
         if ranks.size == 1:
             return own.clone()
-        is_given = not rank0_only or ranks.rank == 0
+        is_given, identity = not rank0_only or ranks.rank == 0, self.unit.identify(Action.SHOW)
         full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
-        identity = self.unit.identify(Action.SHOW)
-        if rank0_only:
+        if full is None or rank0_only:
             declare(ranks, identity, self.device)
             gather(full, own, ranks)
         else:
-            assert full is not None
             with launch(ranks, identity, self.device):
                 all_gather(full, own, ranks)
         return full
 
-    @torch.no_grad()
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        self.flat.copy_(full[self.start : self.start + self.flat.numel()])
+        self.flat.detach().copy_(full[self.start : self.start + self.flat.numel()])
         self.loaded()
 
-    @torch.no_grad()
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
-        self.flat.copy_(self.scattered(full, self.flat.dtype))
+        self.flat.detach().copy_(self.scattered(full, self.flat.dtype))
         self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -53,10 +53,9 @@ class ShardTarget(LeftOut):
     @property
     def pieces(self) -> Pieces | None:
         """Pieces of the buffer, with lanes; see `FlatShard`."""
-        master = self.group.master
-        if self.group.unit.policy.lanes is None:
-            return None
-        return Pieces(master.in_model, master.start + self._start, master.layout.bounds)
+        master, lanes = self.group.master, self.group.unit.policy.lanes
+        start = master.start + self._start
+        return None if lanes is None else Pieces(master.in_model, start, master.layout.bounds)
 
     @property
     def moved(self) -> Moved | None:
@@ -66,8 +65,12 @@ class ShardTarget(LeftOut):
     @property
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
-        shard = self.group.compute_shard.for_optimizer
-        return None if shard is None else shard[self._start : self._stop]
+        shard, is_offloaded = self.group.compute_shard, self.group.master.is_offloaded
+        # An offloaded master is updated on the host, where this shard is not.  FP8 scales come from amaxes of
+        # all ranks, which are known after the optimizer's step.
+        if is_offloaded or not shard.has_own_memory or shard.tensor.dtype.itemsize == 1:
+            return None
+        return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""

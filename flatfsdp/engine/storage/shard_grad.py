@@ -128,8 +128,10 @@ class ShardGrad(Tensor):
             return _norm(func, args[0], args[1:], kwargs)
         if func is torch._foreach_norm:
             return _norms(*args, **kwargs)
-        if func in _EXTREMES:
-            _require_elementwise(func, args, kwargs)
+        if func in _EXTREMES and not any(isinstance(a, Tensor) for a in (*args[1:], kwargs.get("other"))):
+            raise ValueError(
+                f"{func.__name__} of a part: take .grad.norm(torch.inf), or .grad.as_subclass(torch.Tensor)"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
@@ -177,14 +179,6 @@ def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
         return result
     source = next((grad for grad in _shard_grads(args) if grad.shape == result.shape), None)
     return result if source is None else ShardGrad.of(result, source.place)
-
-
-def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError except for `torch.max(grad, other)`."""
-    if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
-        raise ValueError(
-            f"{func.__name__} of a part: take .grad.norm(torch.inf), or .grad.as_subclass(torch.Tensor)"
-        )
 
 
 def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,6 +45,7 @@ class Shared:
         identity: what collectives of the model carry; None before it is used.
         checks: whether collectives carry it.
         reduces_every: whether each microbatch reduces its gradients; the last one of a step does anyway.
+        gather_stream: stream that gathers parameters; missing before the model is used.
     """
 
     device: torch.device
@@ -55,11 +55,7 @@ class Shared:
     identity: ModelIdentity | None = None
     checks: bool = True
     reduces_every: bool = False
-
-    @cached_property
-    def gather_stream(self) -> SideStream:
-        """The stream that gathers parameters; only a model that is used needs one."""
-        return SideStream(self.device)
+    gather_stream: SideStream = field(init=False, repr=False)
 
 
 @dataclass(eq=False)

@@ -13,11 +13,11 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from flatfsdp.comm.grid import require_same_ranks
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
-from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.options import Gathering
 
@@ -57,7 +57,7 @@ def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback:
         state.writes.require_none()
     groups = [group for state in fresh for group in state.groups]
     if gathering.rank0_only:
-        require_same_ranks((group.master for group in groups), "gathering to one rank")
+        require_same_ranks((group.grid for group in groups), "gathering to one rank")
     gathered = [_Gathered(group, gathering) for group in groups]
     # Before any module changes: if another rank does something else, it raises, and nothing is to be undone.
     settle(groups)

@@ -83,9 +83,7 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
         number = 0
     wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in units)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
-        raise ValueError(
-            "Precision.fp8_weights is set, and no layer has such weights; use flatfsdp.layers.convert"
-        )
+        raise ValueError("fp8_weights: no layer has a weight that only FP8 GEMMs read; use flatfsdp.layers")
     of_root = _settings_of_the_model(outermost)
     for unit in units:
         for what, own in _settings_of_the_model(unit).items():
