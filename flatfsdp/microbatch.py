@@ -110,6 +110,11 @@ class Microbatch:
         for callback in self.at_end_of_step:
             callback()
 
+    def drop_left(self) -> None:
+        """Drops what was accumulated in a loop that was left before its last backward."""
+        if self.is_left:
+            self.end_step()
+
     def begin_loop(self, loop: object, total: int | None) -> None:
         """Begins a `microbatches` loop; what an unfinished step accumulated becomes stale.
 

@@ -175,6 +175,11 @@ class Policy:
     timeout: float = DEFAULT_TIMEOUT
     debug: Debug = Debug()
 
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> Policy:
+        """Those of a user's options, and a precision in any case, that last."""
+        return Policy(**{each.name: options[each.name] for each in fields(Policy) if each.name in options})
+
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type == "bool":

@@ -352,20 +352,16 @@ FREED = 2**30
 """What `mark_freed` adds to a version, so that an error of autograd shows it."""
 
 
-def mark_freed(tensors: tuple[Tensor, ...]) -> None:
+def mark_freed(tensors: tuple[Tensor, ...], *, is_freed: bool) -> None:
     """Makes a backward raise that reads these tensors, or views of them, from a graph that has saved them.
 
-    Autograd saves the version of a tensor, and compares it.  `unmark_freed` restores the versions.
+    Autograd saves the version of a tensor, and compares it.
+
+    Args:
+        tensors: the tensors.
+        is_freed: False restores the versions; writes that were counted in between stay counted.
     """
-    _add_to_versions(tensors, FREED)
-
-
-def unmark_freed(tensors: tuple[Tensor, ...]) -> None:
-    """Undoes `mark_freed`; writes that were counted in between stay counted."""
-    _add_to_versions(tensors, -FREED)
-
-
-def _add_to_versions(tensors: tuple[Tensor, ...], step: int) -> None:
+    step = FREED if is_freed else -FREED
     versions = tuple([version + step for version in map(_VERSION, tensors)])
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint import optimizer_state
 from flatfsdp.comm.collectives import all_gather, gather, scatter
+from flatfsdp.comm.grid import require_same_ranks
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.engine.storage.group import FlatGroup, settle
-from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.full_params import state_dicts_gathered
 from flatfsdp.engine.whole.units import Model, keys_of_slots, named_groups
 from flatfsdp.flat.layout import ParamSlot
@@ -46,7 +47,7 @@ def full_state_dict(
     groups = named_groups(model)
     with state_dicts_gathered(Gathering(rank0_only, cpu_offload)):
         state = model.state_dict()
-    if rank0_only and not all(group.master.is_first_rank for _, group in groups):
+    if rank0_only and not all(group.grid.is_first_of_data for _, group in groups):
         return {}
     if cpu_offload:
         state = tree_map_only(Tensor, torch.Tensor.cpu, dict(state))
@@ -87,7 +88,7 @@ def load_full_state_dict(
         }
         return model.load_state_dict({**state_dict, **own}, strict)
     groups = named_groups(model)
-    require_same_ranks((group.master for _, group in groups), "loading from one rank")
+    require_same_ranks((group.grid for _, group in groups), "loading from one rank")
     first = groups[0][1].master
     taken = {key for of_slot in keys.values() for key in of_slot}
     problems: list[str] = []
@@ -202,7 +203,7 @@ def load_full_optimizer_state_dict(
     """
     masters = optimizer_state.trained_masters(model, optimizer)
     if from_rank0:
-        require_same_ranks((master for _, master in masters), "loading from one rank")
+        require_same_ranks((master.grid for _, master in masters), "loading from one rank")
         state_dict = state_dict if masters[0][1].grid.is_first else {}
     shapes = {
         prefix + slot.name: slot.whole_shape for prefix, master in masters for slot in master.layout.slots
@@ -224,7 +225,7 @@ def load_full_optimizer_state_dict(
         if not from_rank0:
             return master.cut(lambda slot: own_part(of_slots[slot], slot, ranks), dtype)
         full = None
-        if master.is_first_rank:
+        if master.grid.is_first_of_data:
             full = torch.zeros(layout.padded_numel(master.grid.shard.size), dtype=dtype, device=master.device)
             has_state = (slot for slot in layout.slots if prefix + slot.name in states)
             given = [slot for slot in has_state if key in states[prefix + slot.name].elements]

@@ -32,11 +32,11 @@ from flatfsdp.checkpoint.optimizer_state import (
     state_of_local_shard,
     trained_masters,
 )
-from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.grid import Grid, require_same_ranks
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
 from flatfsdp.engine.storage.group import settle
-from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.whole.units import Model, named_groups, stages_of
 from flatfsdp.flat.layout import ParamSlot
 
@@ -54,7 +54,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
         ValueError: if some units are spread over fewer ranks than others.
     """
     groups = named_groups(model)
-    require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
+    require_same_ranks((group.grid for _, group in groups), "a sharded checkpoint")
     for _, group in groups:
         # A load in place may write to some ranks' shards only; yet all ranks must cast and gather again.
         group.master.count_load()
@@ -77,7 +77,7 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
         TypeError: if the optimizer has states that are neither one number nor as large as the parameter.
     """
     masters = trained_masters(model, optimizer)
-    require_same_ranks((master for _, master in masters), "a sharded checkpoint")
+    require_same_ranks((master.grid for _, master in masters), "a sharded checkpoint")
     states, owners = described(masters, optimizer).states, owners_of(master for _, master in masters)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:

@@ -17,10 +17,10 @@ import torch
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare
+from flatfsdp.comm.grid import require_same_ranks
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import Model, named_groups
 
 
@@ -80,7 +80,7 @@ def check_names(model: Model, action: Action) -> set[str]:
     """
     groups = named_groups(model)
     begin(model, action)
-    require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
+    require_same_ranks((group.grid for _, group in groups), "a sharded checkpoint")
     own = [prefix + slot.name for prefix, group in groups for slot in group.layout.slots]
     names = Counter(name for of_stage in of_each_stage(own, model) for name in of_stage)
     twice = [name for name, count in names.items() if count > 1]

@@ -1,4 +1,4 @@
-"""Checks that all ranks build the same thing; otherwise all of them raise.
+"""Checks that all ranks build the same thing, otherwise all of them raise; or makes them have the same.
 
 In:   a description of what a rank is about to build, one line a part.
 Out:  RuntimeError on every rank, with the first line that differs.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT, Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import broadcast
 from flatfsdp.comm.objects import all_gather_object
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import Ranks, several
 
 
 def check_same_on_all_ranks(
@@ -39,7 +41,7 @@ def check_same_on_all_ranks(
     Returns:
         A random number of 31 bits that all ranks of the grid have in common.
     """
-    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
+    dimensions = several(dimensions)
     chance = secrets.randbits(31)
     if not dimensions or device.type == "meta":
         return chance
@@ -70,3 +72,31 @@ def check_same_on_all_ranks(
                     f"{rank} has [{found}]; build it from the same configuration on every rank"
                 )
     raise AssertionError("two digests differ, and no line does")
+
+
+@torch.no_grad()
+def make_same_on_all_ranks(
+    tensors: Mapping[str, Tensor], dimensions: Sequence[Ranks], device: torch.device
+) -> None:
+    """Copies the first rank's tensors to all ranks, one at a time.  Collective.
+
+    Args:
+        tensors: in CPU memory or on the device, by name.
+        dimensions: dimensions of a grid of ranks; each tensor goes over one after the other.
+        device: device to communicate on.
+
+    Raises:
+        RuntimeError: if names, shapes or dtypes differ between ranks; on all ranks.
+    """
+    dimensions = several(dimensions)
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+    check_same_on_all_ranks(lines, dimensions, device)
+    if device.type == "meta":
+        return
+    for tensor in filter(torch.numel, tensors.values()) if dimensions else ():
+        moved = tensor.detach().to(device).contiguous()
+        for ranks in dimensions:
+            # As bytes: gloo does not support all dtypes of buffers.
+            broadcast(moved.view(-1).view(torch.uint8), ranks)
+        if moved.data_ptr() != tensor.data_ptr():
+            tensor.copy_(moved)

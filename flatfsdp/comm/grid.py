@@ -6,6 +6,7 @@ In:   the options mesh, dp_shard and tp_group.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import under_torchrun
 from flatfsdp.comm.objects import all_gather_object
-from flatfsdp.comm.ranks import ALONE, Ranks, default_group
+from flatfsdp.comm.ranks import ALONE, Ranks, default_group, several
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,32 @@ class Grid:
         Args:
             device: device to communicate on.
         """
-        several = [ranks for ranks in self.dimensions if ranks.size > 1]
-        if len(several) < 2:
-            return several[0].group if several else None
+        others = several(self.dimensions)
+        if len(others) < 2:
+            return others[0].group if others else None
         members = [dist.get_rank()]
         # After each dimension a rank knows those that the dimension adds: a line, then a plane, then all.
-        for ranks in several:
+        for ranks in others:
             members = [each for theirs in all_gather_object(members, ranks, device) for each in theirs]
-        backend = dist.get_backend(several[0].group)
+        backend = dist.get_backend(others[0].group)
         # Only these ranks take part: others may have no part of this model.
         return dist.new_group(sorted(members), backend=backend, use_local_synchronization=True)
+
+    def require_reach(self, device: torch.device) -> None:
+        """Raises ValueError if the backend of these ranks cannot reach the device."""
+        groups = [ranks.group for ranks in self.dimensions if ranks.group is not None]
+        if device.type == "cpu" and any(str(dist.get_backend(group)) == "nccl" for group in groups):
+            raise ValueError("the process group is NCCL's and parameters are on the CPU; pass device='cuda'")
 
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first one in all dimensions."""
         return all(ranks.rank == 0 for ranks in self.dimensions)
+
+    @property
+    def is_first_of_data(self) -> bool:
+        """Whether this rank is the first one among the data-parallel ranks."""
+        return self.shard.rank == 0 and self.replicate.rank == 0
 
     @staticmethod
     def of(mesh: DeviceMesh | None, tp_group: dist.ProcessGroup | None = None) -> Grid:
@@ -88,6 +100,19 @@ class Grid:
         grid.tensor.require_apart(shard)
         grid.tensor.require_apart(replicate)
         return grid
+
+
+def require_same_ranks(grids: Iterable[Grid], doing: str) -> None:
+    """Raises ValueError, on every rank, if parameters are spread over different numbers of ranks.
+
+    In that case groups of ranks may have parameters of their own under the same names (experts).
+    """
+    sizes = sorted({grid.num_ranks for grid in grids})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
+            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
+        )
 
 
 def mesh_of_shard_groups(dp_shard: int) -> DeviceMesh | None:

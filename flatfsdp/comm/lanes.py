@@ -89,6 +89,12 @@ class Lanes:
         """Number of turns, at least one, in which the ranks that share a shard work through a block."""
         return max(1, self.block // grid.shard.size)
 
+    def place(self, grid: Grid, turn: int) -> tuple[bool, bool, bool]:
+        """Whether a turn is one of a step's first block, the first one of its block, and the last one."""
+        turns = self.turns_of_block(grid)
+        block, turn_of_block = divmod(turn, turns)
+        return block == 0, turn_of_block == 0, turn_of_block == turns - 1
+
     def lane(self, grid: Grid, turn: int) -> int:
         """The lane that this rank works through in a turn."""
         if grid.replicate.size == 1:

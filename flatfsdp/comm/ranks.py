@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -102,6 +104,12 @@ class Ranks:
         """Numbers of these ranks in the default process group."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
+    @property
+    def span_hosts(self) -> bool:
+        """Whether they are on several hosts, by what torchrun has told them; without it they are on one."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        return local > 0 and len({rank // local for rank in self.global_ranks}) > 1
+
     def require_apart(self, data_parallel: Ranks) -> None:
         """Checks that these ranks and the data-parallel ones have only this rank in common.
 
@@ -179,6 +187,11 @@ _by_numbers = WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Pr
 
 
 ALONE = Ranks(None, 1, 0)
+
+
+def several(dimensions: Iterable[Ranks]) -> list[Ranks]:
+    """Those with more than one rank, each once."""
+    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]
 
 
 def default_group() -> dist.ProcessGroup | None:

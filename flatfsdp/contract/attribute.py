@@ -36,8 +36,12 @@ class Attribute(Generic[T]):
         setattr(owner, self.name, value)
 
 
-class OfThisProcess(partial[Any]):
-    """A method of the engine that a tensor has; a pickled copy of the tensor has None, and no engine."""
+class LeftOut:
+    """What a copy of its owner, or a pickled one, has None in place of: it leads to the engine."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+class OfThisProcess(LeftOut, partial[Any]):
+    """A method of the engine that a tensor has."""

@@ -150,12 +150,11 @@ class ViewedShard(Protocol):
     """
 
     @property
-    def model(self) -> object:
-        """The same object for all shards of one model only; None before the model is used."""
+    def place(self) -> tuple[object, int]:
+        """The same object for all shards of one model only, and the shard's index, by which norms add up.
 
-    @property
-    def number(self) -> int:
-        """Index of the shard in its model, the order in which norms add up; 0 before the model is used."""
+        (None, 0) before the model is used.
+        """
 
     @property
     def flat(self) -> Tensor:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
+from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.flat.layout import FlatLayout, ParamSlot, ParamSpec, Role
 from flatfsdp.flat.pack_candidates import PackedParams
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
@@ -221,3 +223,31 @@ def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
     if tuple(value.shape) == slot.whole_shape:
         problem += " That is a part: load whole tensors with flatfsdp.checkpoint.load_full_state_dict."
     return problem
+
+
+def require_plain(name: str, parameter: nn.Parameter) -> None:
+    """Checks that a parameter can be put into a flat buffer.
+
+    Raises:
+        ValueError: if it is not a dense floating-point tensor in memory of its own.
+    """
+    if is_lazy(parameter):
+        raise ValueError(f"parameter {name} gets its shape in the first forward; run one before sharding")
+    if SKIP_BACKWARD_POST_HOOK.of(parameter):
+        raise ValueError(
+            f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
+            "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
+        )
+    kind = type(parameter.data)
+    if kind.__module__.startswith("torch.distributed."):
+        raise ValueError(
+            f"parameter {name} is a {kind.__name__}; FlatFSDP shards plain dense tensors: wrap the module "
+            "without parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
+        )
+    is_dense = parameter.layout is torch.strided
+    if kind is not Tensor or not is_dense or not parameter.is_floating_point():
+        found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
+        raise ValueError(
+            f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
+            "plain dense tensors of floating-point numbers: load a model without quantization"
+        )

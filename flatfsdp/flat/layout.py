@@ -15,7 +15,7 @@ numbers of that many equal parts, for every number of ranks that divides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -112,6 +112,26 @@ class FlatLayout:
     numel: int
     packs: tuple[PackedSlot, ...] = ()
     cuts: int = 1
+
+    def described(self, trains: Sequence[bool], *, with_placement: bool) -> Iterator[str]:
+        """Describes the geometry, one line a slot or pack, equal on all ranks if the model is sound.
+
+        Args:
+            trains: for each slot, whether its parameter is trained.
+            with_placement: whether there are tensor-parallel ranks.
+        """
+        for slot, is_trained in zip(self.slots, trains, strict=True):
+            kind = "trained" if is_trained else "frozen"
+            role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
+            place = f"{list(slot.shape)} at {slot.offset}{role}"
+            if with_placement:
+                place += f", {slot.placement.value}"
+            if slot.partition is not None:
+                place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
+            yield f"{kind} {slot.name} {place}"
+        for pack in self.packs:
+            parts = " + ".join(slot.name for slot in self.slots[pack.first : pack.last])
+            yield f"one operand {pack.name} {list(pack.shape)} of {parts}"
 
     @staticmethod
     def pack(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,33 @@ def cast_fp32(value: Any, dtype: torch.dtype) -> Any:
     if _same(cast, value):
         return value
     return value._make(cast) if hasattr(value, "_make") else type(value)(cast)
+
+
+def described(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Structure of an argument, shapes and dtypes of its tensors, and all other values in it.
+
+    Args:
+        tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.dtype
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([described(each, tensors) for each in value])
+    if kind is dict:
+        return kind, tuple([(key, described(each, tensors)) for key, each in value.items()])
+    leaves, structure = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return kind, value
+    return str(structure), tuple([described(each, tensors) for each in leaves])
+
+
+def holds_fp32(value: Any) -> bool:
+    """Whether `cast_fp32` would cast something."""
+    if isinstance(value, Tensor):
+        return value.dtype is torch.float32
+    return isinstance(value, tuple) and any(map(holds_fp32, value))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -224,6 +224,41 @@ def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identit
     return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)
 
 
+def norms_of(
+    parts: Sequence[Tensor],
+    places: Sequence[tuple[tuple[Ranks, ...], bool]],
+    device: torch.device,
+    norm_type: float,
+    identity: Identity | None,
+) -> list[Tensor]:
+    """Norms of several gradients, each by itself, over the ranks that have parts of it.  Collective.
+
+    Args:
+        parts: what this rank has of each.
+        places: of each, the groups of ranks with the other parts, and whether this rank counts its own.
+        device: device to communicate on.
+        norm_type: order of the norms.
+        identity: what the collectives carry.
+    """
+    dtype = widest(parts)
+    norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
+    # Some norms of an empty tensor are not zero.
+    counted = [n for n, (_, is_counted) in enumerate(places) if is_counted and parts[n].numel()]
+    if counted:
+        local = torch._foreach_norm([parts[n] for n in counted], norm_type, dtype=dtype)
+        for index, norm in zip(counted, local, strict=True):
+            norms[index] = norm.to(device)
+    by_partners: dict[tuple[Ranks, ...], list[int]] = {}
+    for index, (partners, _) in enumerate(places):
+        by_partners.setdefault(partners, []).append(index)
+    for partners, indices in by_partners.items():
+        own = torch.stack([norms[index] for index in indices])
+        over_ranks = norm_over(partners, own, norm_type, identity).unbind()
+        for index, norm in zip(indices, over_ranks, strict=True):
+            norms[index] = norm
+    return norms
+
+
 def norm_over_stages(stages: Ranks, norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
     """Combines the norms of all stages, which may have other dtypes, and other settings."""
     if stages.size == 1:

@@ -146,7 +146,7 @@ class Joined(Updated):
     @property
     def place(self) -> tuple[object, int]:
         """The same object for all shards of a model, and the number of the shard in it."""
-        return self._viewed.model, self._viewed.number
+        return self._viewed.place
 
     def due(self) -> Due | None:
         """The gradients and pieces that a step updates or copies; None if no view has a gradient here."""

@@ -300,6 +300,13 @@ class FullyShardedDataParallel(FlatFSDP):
         is_cast = self._casts_input and root_of(self._unit).unit is self.fsdp_state
         return _cast((args, kwargs), torch.float32, self.compute_dtype) if is_cast else (args, kwargs)
 
+    def list_flats(self, are_listed: bool) -> None:
+        """Registers the flat parameters, or keeps them as plain attributes while modules list others."""
+        places: list[dict[str, Any]] = [self._parameters, vars(self)]
+        to, source = places if are_listed else places[::-1]
+        for group in self.fsdp_state.groups:
+            to[group.flat_name] = source.pop(group.flat_name)
+
     def _require_idle_root(self, called: str) -> None:
         root_of(self._unit)
         assert self._is_root, f"{called} is for the root instance; call it on the outermost one"

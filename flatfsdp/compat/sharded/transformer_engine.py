@@ -11,7 +11,8 @@ Two of their methods are replaced, in the module itself:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,57 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.engine.step.unit import Unit
+
+_Saved = tuple[list[weakref.ref[Tensor]], Callable[[], Sequence[Tensor]]]
+"""What one forward has made of one weight, and what makes tensors with the same contents again."""
+
+
+class DerivedWeights:
+    """What layers make of gathered weights, such as FP8 copies, and graphs of one unit's forwards have saved.
+
+    They are freed with the parameters, and are there again, with the same bits, in the backward.
+    """
+
+    def __init__(self) -> None:
+        self._there: list[_Saved] = []
+        self._freed: list[_Saved] = []
+
+    def add(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
+        """Adds what one forward has made of one weight.
+
+        Args:
+            tensors: what autograd may save; only weak references are kept.
+            again: makes tensors with the same contents from the gathered weight.
+        """
+        self._there.append(([weakref.ref(tensor) for tensor in tensors], again))
+
+    def free(self) -> None:
+        """Frees the memory of what is still saved."""
+        saved = self._freed + self._there
+        if saved:
+            self._freed, self._there = _alive(saved), []
+        for references, _ in self._freed:
+            for reference in references:
+                if (tensor := reference()) is not None:
+                    # Autograd has saved the tensor, not its memory, which `.data` changes uncounted.
+                    tensor.data = tensor.new_empty(0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Fills the freed ones with what they held; the weights are gathered."""
+        self._freed = _alive(self._freed)
+        # One by one: if one fails, such as for lack of memory, the others are still known as freed.
+        while self._freed:
+            references, again = self._freed[0]
+            for reference, value in zip(references, again(), strict=True):
+                if (tensor := reference()) is not None:
+                    tensor.data = value
+            self._there.append(self._freed.pop(0))
+
+
+def _alive(saved: list[_Saved]) -> list[_Saved]:
+    """Those that a graph may still need."""
+    return [each for each in saved if any(reference() is not None for reference in each[0])]
 
 
 def _note_dtype(module: Any, inp: Tensor) -> None:
@@ -66,10 +118,11 @@ def _quantize(own: Any, unit: Unit, weight: Tensor) -> Any:
     del own.quantize_impl
     made, weight = own.quantize_impl(weight), weight.detach()
     # A tensor, not the parts of one, is kept by the module for the other microbatches of the step.
-    if not isinstance(made, Tensor) and unit.holds(weight):
+    if not isinstance(made, Tensor) and any(group.holds(weight) for group in unit.groups):
         tensors, _ = made.prepare_for_saving()
         # To save them takes them out of what was made.
         made.restore_from_saved(tensors)
+        assert isinstance(unit.derived, DerivedWeights)
         unit.derived.add(_as_large(tensors, weight), partial(_made, _as_of_now(own), weight))
     return made
 
@@ -96,6 +149,7 @@ def _as_large(tensors: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
 def adapt(module: nn.Module, unit: Unit) -> None:
     """Lets a module of Transformer Engine compute in a unit, which frees what it makes of weights, too."""
     if hasattr(module, "_get_weight_quantizers"):
+        unit.derived = unit.derived or DerivedWeights()
         vars(module)["_get_weight_quantizers"] = partial(_quantizers_of_weights, module, unit)
     if hasattr(module, "set_activation_dtype"):
         vars(module)["set_activation_dtype"] = partial(_note_dtype, module)

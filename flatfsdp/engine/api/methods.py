@@ -122,9 +122,7 @@ class UnitMethods(UnitModule):
                 ranks than others; if this is a stage of a pipeline.
         """
         if any(group.master.stages.size > 1 for _, group in named_groups(self)):
-            raise ValueError(
-                "this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_(all stages, max_norm)"
-            )
+            raise ValueError("this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_")
         # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
         grads, device = gradients_of(self), self.fsdp_state.shared.device
@@ -186,12 +184,11 @@ class UnitMethods(UnitModule):
             With async_op, a handle whose `wait()` waits, as the unit's next forward does; otherwise None.
         """
         root_of(self)
-        unit = self.fsdp_state
-        if not async_op:
-            unit.show(Action.FORWARD)
-            return None
-        unit.unshard(Action.FORWARD)
-        return Unsharding(unit)
+        if async_op:
+            self.fsdp_state.unshard(Action.FORWARD)
+            return Unsharding(self.fsdp_state)
+        self.fsdp_state.show(Action.FORWARD)
+        return None
 
     def reshard(self) -> None:
         """Frees this unit's own parameters, if they are gathered."""
@@ -244,9 +241,7 @@ class UnitMethods(UnitModule):
             raise RuntimeError("summon_full_params() inside a forward or backward; call it before or after")
         units = distinct_units(self) if recurse else [self]
         if writeback and any(u.fsdp_state.is_whole and not u.fsdp_state.writes_back for u in units):
-            raise RuntimeError(
-                "inside summon_full_params(writeback=False) writes are lost; pass the same writeback to both"
-            )
+            raise RuntimeError("writes are lost inside summon_full_params(writeback=False); pass it here")
         with whole_units(units, Gathering(rank0_only, offload_to_cpu), writeback=writeback):
             yield
 
@@ -278,8 +273,7 @@ def gradients_of(model: Model) -> Gradients:
     unreduced = next((group.name for group in groups if group.master.marks.is_on), None)
     if unreduced is not None and not any(group.master.grads for group in groups):
         raise RuntimeError(
-            f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
-            "them; take it after the last backward of the step, outside of no_sync()"
+            f"gradients of unit {unreduced} are accumulated and not yet reduced; run the last backward first"
         )
     return [(ShardTarget(group, 0, group.master.flat.numel()), group.master.grads_at) for group in groups]
 

@@ -98,8 +98,7 @@ def make_units(model: nn.Module, policy: WrapPolicy | None, make: Callable[..., 
         instead = [name for name in ("mesh", "tp_group") if options.get(name) is not None]
         if instead:
             raise ValueError(
-                f"dp_shard arranges all ranks, and there is {instead[0]}, too; leave dp_shard out, and pass "
-                "mesh=make_mesh(dp_shard=..., dp_replicate=..., tp=...).dp"
+                f"dp_shard arranges all ranks, and there is {instead[0]}, too; pass mesh=make_mesh(...).dp"
             )
         options["mesh"] = mesh_of_shard_groups(dp_shard)
     for module, places in picked.items():
@@ -144,14 +143,9 @@ def _require_shardable(module: nn.Module) -> None:
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
     if type(module).__name__ == "OptimizedModule":
-        raise ValueError(
-            "this is the result of torch.compile, and its parameters are another module's; shard that one, "
-            "then compile the blocks that are units: block.compile()"
-        )
+        raise ValueError("this is the result of torch.compile; shard the module, then compile its units")
     if not _is_called(module):
-        raise ValueError(
-            f"a {type(module).__name__} is never called, so nobody gathers it; pick what is in or around it"
-        )
+        raise ValueError(f"a {type(module).__name__} is never called; pick a module in it or around it")
     require_mixable(module, FlatFSDPModule)
     for _, below in own_modules(module):
         if below is not module and _may_be_part(below):
@@ -179,20 +173,16 @@ def make_unit(module: M, *, lists_flat: bool = False, **options: Unpack[Options]
     assert isinstance(module, FlatFSDPModule)
     for unit in inside:
         if unit.fsdp_state.outer is None:
-            _enclose(unit, module)
+            unit.fsdp_state.outer = weakref.ref(module)
+            if len(distinct_units(unit)) == 1:
+                # `module` alone calls it, which may then be compiled whole.
+                for _, below_it in own_modules(unit):
+                    if isinstance(below_it, FlatFSDPPart):
+                        unmix(below_it)
     for part in parts:
         PART_OF.leave(part, weakref.ref(module))
         mix(part, FlatFSDPPart)
     return module
-
-
-def _enclose(unit: UnitModule, outer: UnitModule) -> None:
-    """Notes that `outer` alone calls `unit`, which may then be compiled whole."""
-    unit.fsdp_state.outer = weakref.ref(outer)
-    if len(distinct_units(unit)) == 1:
-        for _, part in own_modules(unit):
-            if isinstance(part, FlatFSDPPart):
-                unmix(part)
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:

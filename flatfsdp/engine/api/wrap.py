@@ -69,7 +69,6 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
     visit(model, "")
     if not picked:
         raise ValueError(
-            "the wrap policy picked no module, so the whole model would be one unit; pick a smaller class or "
-            "size, or call FlatFSDP(model), or shard(model) in place, if that is what you want"
+            "the wrap policy picked no module, so the whole model would be one unit; shard(model) makes that"
         )
     return picked

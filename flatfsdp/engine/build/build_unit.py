@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from importlib import import_module
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
+from flatfsdp.comm.agreement import make_same_on_all_ranks
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
@@ -27,18 +24,16 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.partners import adapt
 from flatfsdp.contract.placement import Placement, check_marks, check_placement, placement_of
-from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.guards.modules import guard
 from flatfsdp.engine.guards.other_engines import refuse_others_inside
 from flatfsdp.engine.step.driven_unit import DrivenUnit
-from flatfsdp.engine.storage.first_values import take_from_first_rank
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.optimizer_targets import attach_targets
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.engine.whole.state_dicts import follow_state_dicts
 from flatfsdp.engine.whole.units import UnitModule, units_in
-from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.binding import Binding, require_plain
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
 from flatfsdp.flat.meta_device import is_on_meta, materialize
 from flatfsdp.flat.module_wrapper import ModuleWrapper
@@ -65,8 +60,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     # on what is built on it.
     import_module("flatfsdp.compat.torch_state_dicts.functions").install()
     parameters = parameters_to_take(module)
-    chosen: dict[str, Any] = dict(options)
-    policy = Policy(**{each.name: chosen[each.name] for each in fields(Policy) if each.name in chosen})
+    policy = Policy.of(options)
     grid = Grid.of(options.get("mesh"), options.get("tp_group"))
     if policy.lanes is not None:
         policy.lanes.require_fit(grid)
@@ -85,7 +79,8 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     owned = list(own_modules(module))
     if takes_first:
         buffers = {f"{path}.{name}": each for path, owner in owned for name, each in buffers_of(owner)}
-        take_from_first_rank({**parameters, **buffers}, grid, device)
+        # Among the ranks of a replica first, and then from the first replica to the others.
+        make_same_on_all_ranks({**parameters, **buffers}, (grid.shard, grid.replicate), device)
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     modules = [owner for _, owner in owned]
     prepared: dict[Tensor, Tensor] = {}
@@ -103,7 +98,7 @@ def build_unit(module: nn.Module, options: Options, *, lists_flat: bool = False)
     unit = DrivenUnit(policy, grid, shared, modules, contains_units=contains_units)
     for binding in bindings:
         group = FlatGroup(unit, binding, lists_flat=lists_flat)
-        unit.add(group)
+        unit.groups.append(group)
         attach_targets(group)
     for owner in modules:
         adapt(owner, unit)
@@ -131,10 +126,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
-            raise ValueError(
-                f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
-                "already; shard or wrap the plain module"
-            )
+            name, kind = path or "the module", type(owner).__name__
+            raise ValueError(f"{name}, a {kind}, keeps its parameters already; shard or wrap a plain module")
         for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
             # Otherwise another parameter was registered here since then, which no unit has.
@@ -147,37 +140,8 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         owner_name = TAKEN_AS.of(parameter)
         if owner_name is not None:
             raise ValueError(_tied_message(name, owner_name))
-        _require_plain(name, parameter)
+        require_plain(name, parameter)
     return {name: parameter for parameter, name in found.items()}
-
-
-def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Checks that a parameter can be put into a flat buffer.
-
-    Raises:
-        ValueError: if it is not a dense floating-point tensor in memory of its own.
-    """
-    if is_lazy(parameter):
-        raise ValueError(f"parameter {name} gets its shape in the first forward; run one before sharding")
-    if SKIP_BACKWARD_POST_HOOK.of(parameter):
-        raise ValueError(
-            f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
-            "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
-        )
-    kind = type(parameter.data)
-    if kind.__module__.startswith("torch.distributed."):
-        raise ValueError(
-            f"parameter {name} is a {kind.__name__}; FlatFSDP shards plain dense tensors: wrap the module "
-            "without parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
-        )
-    is_dense = parameter.layout is torch.strided
-    if kind is not Tensor or not is_dense or not parameter.is_floating_point():
-        found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
-        raise ValueError(
-            f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
-            "plain dense tensors of floating-point numbers. Load a quantized model without quantization: "
-            "frozen weights take two bytes each over all ranks, and flatfsdp.layers.convert computes in FP8"
-        )
 
 
 def _require_no_running_statistics(module: nn.Module) -> None:
@@ -190,16 +154,14 @@ def _require_no_running_statistics(module: nn.Module) -> None:
         counts = isinstance(owner, _BatchNorm) and (owner.track_running_stats and owner.training)
         if counts or isinstance(owner, nn.SyncBatchNorm):
             raise ValueError(
-                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches or of "
-                "one turn: with lanes they would depend on the number of ranks; call eval() on it first, or "
-                "take GroupNorm or LayerNorm"
+                f"{path} is a {type(owner).__name__}, whose statistics would depend on the number of ranks; "
+                "call eval() on it first, or take GroupNorm or LayerNorm"
             )
 
 
 def _tied_message(name: str, other: str) -> str:
     return (
-        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
-        "contains both, so that they live in one unit"
+        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; make one unit of both"
     )
 
 
@@ -214,10 +176,10 @@ def bindings_of(
     parameters = list(parameters)
     packs = Packs(own_modules(module), parameters, tensor, ELEMENT_ALIGNMENT)
     in_fp8 = packs.stored_in_fp8(module) if policy.precision.fp8_weights is not None else ()
-    kinds = {
-        p: (p.requires_grad, Role.FP8 if p in in_fp8 else Role.COMPUTE, placement_of(p, tensor))
-        for p in packs.in_order(parameters)
-    }
+    kinds = {}
+    for parameter in packs.in_order(parameters):
+        role = Role.FP8 if parameter in in_fp8 else Role.COMPUTE
+        kinds[parameter] = parameter.requires_grad, role, placement_of(parameter, tensor)
     places = {parameter: place for place, parameter in enumerate(parameters)}
     bindings = []
     # In one order on all ranks, and with a group for each kind of which there are parameters.
@@ -254,9 +216,7 @@ def device_of(
             raise ValueError(f"{places}; pass device= to say where the whole module shall be")
         device = next(iter(found), torch.device("cpu"))
     device = indexed(torch.device(device))
-    for ranks in grid.dimensions:
-        if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
-            raise ValueError("the process group is NCCL's and parameters are on the CPU; pass device='cuda'")
+    grid.require_reach(device)
     return device
 
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.master import KeptGrad
 from flatfsdp.engine.whole.units import UnitModule, root_of, units_in
+from flatfsdp.flat.nested import described
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.torch_private import call_before_shutdown
 
@@ -88,19 +89,8 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     return Replayed(model, microbatch)
 
 
-class Key(NamedTuple):
-    """Key of a recording.
-
-    Attributes:
-        is_first, is_last: place of the microbatch in its step: first, last, both or neither.
-        place: its place among lanes, if there are any.
-        arguments: their description, from `_describe`.
-    """
-
-    is_first: bool
-    is_last: bool
-    place: Hashable
-    arguments: Hashable
+Key = tuple[Hashable, Hashable]
+"""Key of a recording: the place of the microbatch in its step, and its arguments as `described` has them."""
 
 
 @dataclass
@@ -154,12 +144,14 @@ class Replayed(Generic[P, R]):
         if root.in_forward:
             raise RuntimeError("a replayed microbatch inside a forward of the model")
         # Before the kind is known: what a loop has left behind is of a step that has ended.
-        root.drop_left()
+        root.microbatch.drop_left()
         root.microbatch.require_place()
         tensors: list[Tensor] = []
-        arguments = _describe((args, kwargs), tensors)
-        key = Key(root.microbatch.index == 0, root.microbatch.is_last, root.place, arguments)
-        self._has_sums = self._has_sums or not (key.is_first and key.is_last)
+        arguments = described((args, kwargs), tensors)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise ValueError("an argument requires a gradient, of which replays compute none: detach it")
+        key = root.place, arguments
+        self._has_sums |= root.microbatch.index > 0 or not root.microbatch.is_last
         seen = self._seen.get(key)
         if seen is None:
             # Arguments that change in every call would pile up for good.
@@ -175,7 +167,7 @@ class Replayed(Generic[P, R]):
         """Frees all recordings; microbatches are eager again until they are recorded anew."""
         for seen in self._seen.values():
             if seen.recording is not None:
-                seen.recording.release()
+                seen.recording.graph.reset()
         self._seen.clear()
 
     def _run(
@@ -184,7 +176,7 @@ class Replayed(Generic[P, R]):
         surroundings = self._surroundings or self._prepare(root, graphs)
         # Before the facts are taken: what a user has frozen, unfrozen or zeroed becomes one only by this
         # look.
-        if key.is_first:
+        if root.microbatch.index == 0:
             root.look_at_user()
             root.follow_user()
         else:
@@ -194,7 +186,7 @@ class Replayed(Generic[P, R]):
                 for group in root.groups:
                     group.drop_if_zeroed()
         # Asked first: it sorts hooks that have changed, and the facts are those of the sorted ones.
-        reason = surroundings.why_not(is_last=key.is_last) or seen.why_not
+        reason = surroundings.why_not() or seen.why_not
         facts = surroundings.facts()
         if reason is not None and reason not in self._said:
             self._said.add(reason)
@@ -204,7 +196,7 @@ class Replayed(Generic[P, R]):
             seen.recording.facts = facts
             # Before the launch, because recorded collectives carry no numbers: a rank that runs eagerly
             # instead would otherwise meet them unnoticed.
-            _begin(root, seen.recording.scalings, Action.REPLAY, self._number(key))
+            _begin(root, seen.recording.state.scalings, Action.REPLAY, self._number(key))
             self.replays += 1
             # Facts that change now and then are not worth a recording.
             seen.facts, seen.times = (), 0
@@ -262,7 +254,7 @@ class Replayed(Generic[P, R]):
             # The random numbers of all recordings are out of step now.
             self._seen.clear()
             raise
-        outputs = recording.run_first()
+        outputs = recording.replay(inputs, is_first=True)
         seen.recording, recording.facts = recording, seen.facts
         recordings = [each.recording for each in self._seen.values() if each.recording is not None]
         held = [each for one in recordings for each in one.outputs if isinstance(each, Tensor)]
@@ -304,9 +296,9 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
                 if not root.shared.reduces_every:
                     group.main_grad.stay()
         if not group.unit.policy.reshard_after_forward:
-            if group.buffer is not None:
-                group.buffer.stay()
-            group.operands.stay()
+            for buffer in (group.buffer, group.operands.columnwise):
+                if buffer is not None:
+                    buffer.stay()
 
 
 def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int) -> None:
@@ -335,41 +327,14 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
     scales.note_all(scalings)
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Properties of an argument that select a recording: structure, shapes, dtypes, values without tensors.
-
-    Args:
-        tensors: gets the tensors, in the order of `tree_flatten`, which takes much longer.
-    """
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise ValueError(
-                "an argument of a replayed microbatch requires a gradient; replays compute none: detach it"
-            )
-        tensors.append(value)
-        return value.shape, value.dtype
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind, tuple([_describe(each, tensors) for each in value])
-    if kind is dict:
-        return kind, tuple([(key, _describe(each, tensors)) for key, each in value.items()])
-    leaves, structure = tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return kind, value
-    return str(structure), tuple([_describe(each, tensors) for each in leaves])
-
-
 def _checked(model: nn.Module) -> UnitModule:
     outermost = unwrapped(model)
     if not isinstance(outermost, UnitModule):
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
     for _, unit in units_in(outermost):
-        policy = unit.fsdp_state.policy
-        refused = {
-            "optimize_backward_concat=False": not policy.optimize_backward_concat,
-            "cpu_offload": policy.cpu_offload,
-            "tp_group": unit.fsdp_state.grid.tensor.size > 1,
-        }
-        if name := next((name for name, is_set in refused.items() if is_set), None):
+        policy, has_tensor_parallel = unit.fsdp_state.policy, unit.fsdp_state.grid.tensor.size > 1
+        refused = not policy.optimize_backward_concat, policy.cpu_offload, has_tensor_parallel
+        if any(refused):
+            name = ("optimize_backward_concat=False", "cpu_offload", "tp_group")[refused.index(True)]
             raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
     return outermost

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flatfsdp.engine.step.driven_unit import is_cast
 from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.group import REQUIRES_GRAD
 from flatfsdp.engine.storage.state import GroupFacts
 from flatfsdp.fp8.delayed_scaling import Arena, Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable
@@ -26,7 +27,6 @@ from flatfsdp.torch_private import allows_tf32, has_global_hooks
 _ADDRESS = Tensor.data_ptr
 _STORED_AT = torch.UntypedStorage.data_ptr
 _VERSION = attrgetter("_version")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _KIND = attrgetter("shape", "dtype")
 # From an object's own dict: to find attributes, Python also looks at the object, its class and all bases.
 _IS_TRAINING = itemgetter("training")
@@ -132,7 +132,7 @@ class Surroundings:
             self._recorded,
             [*map(_IS_TRAINING, fetched(self._states)), *(module.training for module in self._of_others)],
             # Most groups are frozen as a whole; other changes are noticed at the beginning of the next step.
-            list(map(_REQUIRES_GRAD, fetched(self._flagged))),
+            list(map(REQUIRES_GRAD, fetched(self._flagged))),
             addresses,
             [list(map(each, buffers)) for each in (_ADDRESS, _KIND, Tensor.stride)],
             # Layers get other buffers when their scales move.  A recording keeps its own, so that no other
@@ -163,13 +163,13 @@ class Surroundings:
         at = root.changes, list(map(_VERSION, self._flats))
         if known is None or known.at != at:
             of_sums = [None if group.main_grad is None else group.main_grad.tensor for group in root.groups]
-            of_sums += [each for group in root.groups for each in (group.partial_grad, group.block_grad)]
+            of_sums += [each.so_far for group in root.groups for each in group.sums]
             sums = [0 if tensor is None else tensor.data_ptr() for tensor in of_sums]
             trained = [group.params.trained for group in root.groups]
             marks = [group.master.marks for group in root.groups if group.master.marks.is_on]
             watched = [parameter for each in marks for parameter in each.parameters]
             markers = [marker for each in marks for marker in each.watched]
-            are_all = all(each.are_all_markers for each in marks)
+            are_all = not any(each.zeroings for each in marks)
             known = _Collected(at, (facts_of(root), sums, trained), watched, markers if are_all else None)
             self._known = known
         return known
@@ -180,7 +180,7 @@ class Surroundings:
         _, _, watched, markers = self._collected()
         return markers is not None and all(map(is_, map(_GRAD_OF, fetched(watched)), fetched(markers)))
 
-    def why_not(self, *, is_last: bool) -> str | None:
+    def why_not(self) -> str | None:
         """Reason why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
@@ -191,7 +191,7 @@ class Surroundings:
         if any(map(dict.get, self._counted, repeat("overflow_counters"))):
             return "overflows are counted, and replays would count on"
         # Earlier microbatches may begin the sum in the same memory.
-        is_reduced = is_last or self.root.reduces_early
+        is_reduced = self.root.microbatch.is_last or self.root.reduces_early
         trained = (group.kept_grad for group in self.root.groups if is_reduced and group.trains)
         if any(kept is not None and kept.free_memory is None for kept in trained):
             return "gradients of an earlier step are still there, in `.grad` or elsewhere"

@@ -20,7 +20,7 @@ from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.restored_state import RestoredState
 from flatfsdp.engine.step.reduce import Reduced
 from flatfsdp.engine.step.root import Root
-from flatfsdp.fp8.delayed_scaling import Arena, Scaling
+from flatfsdp.fp8.delayed_scaling import Arena
 
 Outputs = list[Any]
 Run = Callable[[Sequence[Tensor]], Outputs]
@@ -37,7 +37,9 @@ class Recording:
 
     Attributes:
         facts: what it takes for granted; set by who keeps it.
+        graph: the graph; to free it is to reset it, once the kernels that it has launched have ended.
         outputs: tensors that the next replay overwrites.
+        state: what it leaves in the engine.
 
     Raises:
         RuntimeError: if something in the microbatch cannot be recorded.
@@ -53,51 +55,41 @@ class Recording:
         # Facts tell them by their numbers, which no other object may get.
         self._keeps = surroundings.buffers_of_scales()
         from_autograd = autograds_of(root)
-        self._state = RestoredState(root)
+        self.state = RestoredState(root)
         # What is cached was made outside of the graph, and no replay would refresh it.
         self._renew()
-        with _recorded(root, self._arenas, self._state.reduced), self._state.noted(surroundings.scalings):
+        with _recorded(root, self._arenas, self.state.reduced), self.state.noted(surroundings.scalings):
             before = root.microbatch
             ended = (before.step + 1, 0) if before.is_last else (before.step, before.index + 1)
-            self._graph, self.outputs = graphs.record(partial(run, inputs), moves)
+            self.graph, self.outputs = graphs.record(partial(run, inputs), moves)
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
             if autograds_of(root) != from_autograd:
                 raise RuntimeError("it adds a penalty on model.parameters(), whose gradients are not reduced")
 
-    @property
-    def scalings(self) -> list[Scaling]:
-        """FP8 scales that the microbatch updates."""
-        return self._state.scalings
+    def replay(self, inputs: list[Tensor], *, is_first: bool = False) -> Outputs:
+        """Runs another microbatch of the same kind and shape; returns copies of its outputs.
 
-    def run_first(self) -> Outputs:
-        """Runs the microbatch that was just recorded; the engine's state is that after it already."""
-        self._graph.replay()
-        self._renew()
-        self._root.publish(self._state.reduced)
-        return self._copied_outputs()
-
-    def replay(self, inputs: list[Tensor]) -> Outputs:
-        """Runs another microbatch of the same kind and shape; returns copies of its outputs."""
-        if inputs:
+        Args:
+            inputs: its tensors.
+            is_first: runs the microbatch that was just recorded, whose inputs are there, and after which the
+                engine's state is already.
+        """
+        if not is_first and inputs:
             torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
-        self._graph.replay()
+        self.graph.replay()
         # What is cached belongs to this recording: others, and eager microbatches, read the scales again.
         self._renew()
-        self._state.restore()
-        return self._copied_outputs()
-
-    def release(self) -> None:
-        """Frees the graph, once the kernels that it has launched have ended."""
-        self._graph.reset()
+        if is_first:
+            self._root.publish(self.state.reduced)
+        else:
+            self.state.restore()
+        return [each.clone() if isinstance(each, Tensor) else each for each in self.outputs]
 
     def _renew(self) -> None:
         """Makes casts read this recording's scales instead of cached ones."""
         for arena in self._arenas:
             arena.renew()
-
-    def _copied_outputs(self) -> Outputs:
-        return [each.clone() if isinstance(each, Tensor) else each for each in self.outputs]
 
 
 @contextmanager
@@ -127,9 +119,8 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
-            "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU (.item(), "
-            f"a branch on a tensor), or runs another number of backwards than one ({error}); compute that "
-            "outside of it, or train without flatfsdp.replayed"
+            "the microbatch cannot be recorded as a CUDA graph: it waits for the GPU (.item(), a branch on a "
+            f"tensor), or has not exactly one backward ({error}); do that outside, or train without replayed"
         ) from error
     finally:
         root.publish, root.shared.checks = publish, True

@@ -49,7 +49,7 @@ class RestoredState:
         self._changed = [(group, left) for group, left, earlier in of_groups if left != earlier]
         # Sums over ranks, in fixed memory or not there, and scales that wait for the end of the step.
         summed = root.groups if root.reduces_early else ()
-        self._sums = [(group, group.partial_grad, group.block_grad) for group in summed]
+        self._sums = [(group, each, each.so_far) for group in summed for each in group.sums]
         self._held = {scaling: group for scaling, group in scales.held.items() if scaling not in held}
         self.scalings: list[Scaling] = scales.noted
         self._first_scaled = [scaling for scaling in lacking if scaling.has_scales]
@@ -70,9 +70,9 @@ class RestoredState:
         ledger.calls.update(self._calls)
         for group, left in self._changed:
             group.become(left)
-        for group, partial_grad, block_grad in self._sums:
-            if group.partial_grad is not partial_grad or group.block_grad is not block_grad:
-                group.partial_grad, group.block_grad = partial_grad, block_grad
+        for group, each, so_far in self._sums:
+            if each.so_far is not so_far:
+                each.so_far = so_far
                 group.state.changes += 1
         if root.microbatch.is_last:
             # Updated by the graph.

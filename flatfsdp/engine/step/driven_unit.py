@@ -46,7 +46,7 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.state import ShardState, Shared, Version
-from flatfsdp.flat.nested import cast_fp32, map_tensors, tensors_in
+from flatfsdp.flat.nested import cast_fp32, holds_fp32, map_tensors, tensors_in
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import in_backward, never_traced, next_operation, running_backward
 
@@ -96,11 +96,10 @@ class DrivenUnit(Unit):
         """Gathers the parameters, for a call with these arguments; returns what to call it with."""
         for group in self.groups:
             follow_requires_grad(group)
-            if (name := group.params.displaced) is not None:
+            if (name := group.binding.displaced(group.params.shown_now)) is not None:
                 raise RuntimeError(
-                    f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
-                    "what took its place; write to it inside summon_full_params(), or replace it before "
-                    "sharding. torch.func.functional_call is not supported: call it with a plain copy"
+                    f"parameter {self.prefix}{name} was replaced after sharding; write to it inside "
+                    "summon_full_params(). functional_call is not supported: call it with a plain copy"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
@@ -177,9 +176,7 @@ class DrivenUnit(Unit):
             for group in self.groups:
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
-                    raise RuntimeError(
-                        f"unit {self.name} returned a parameter of its own, or a view, freed now: .clone() it"
-                    )
+                    raise RuntimeError(f"unit {self.name} returned a parameter of its own; .clone() it")
             self.reshard()
         return outputs
 
@@ -221,7 +218,8 @@ class DrivenUnit(Unit):
         # Modules see them, too: a recomputation inside reads the parameters again.
         self.show(Action.BACKWARD, () if forward is None else self.root.order.before(forward, at))
         # Its sources are the parameters, which are there now.
-        self.derived.restore()
+        if self.derived is not None:
+            self.derived.restore()
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Notes that slot `index` of a trained group, or every slot for None, has its gradient.
@@ -233,9 +231,8 @@ class DrivenUnit(Unit):
             # It is in `main_grad` by now, and would be added to the next step's.
             group.drop_unreduced()
             raise RuntimeError(
-                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: "
-                "its forward has handed out a tensor beside its outputs (through a closure), or a loss uses "
-                "module.weight outside; return the tensor, or set it as an attribute of a module in the unit"
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: a "
+                "loss uses what its forward did not return, or module.weight; return it, or set an attribute"
             )
         landed = self._landed[running_backward(), group]
         # Once a group, not once a parameter.
@@ -257,8 +254,9 @@ class DrivenUnit(Unit):
         # A recomputation inside this unit runs a nested backward, and the outer one goes on here afterwards.
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
-        # Unless no nested backward can bring more, the unit is reduced at the end of the backward.
-        is_complete = self._was_followed and not self.root.backward.is_nested
+        # A parameter used in several reentrant checkpoints gets a gradient in each nested backward, and only
+        # the end of the outer one, when the unit is reduced otherwise, tells that no more will come.
+        is_complete = self._was_followed and running_backward() == self.root.backward.number
         if is_complete and self.root.reduces and any(group.state.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)
         self._free_after_backward()
@@ -276,23 +274,16 @@ def _cast_in_front_of_modules(unit: Unit, dtype: torch.dtype) -> list[RemovableH
     """
     sites = (site for group in unit.groups for sites in group.binding.sites for site in sites)
     inside = (site.module for site in sites if site.name != site.attribute or not site.module._modules)
-    owners = dict.fromkeys(inside)
     cast = partial(_cast_arguments, dtype)
-    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in owners]
+    return [owner.register_forward_pre_hook(cast, with_kwargs=True) for owner in dict.fromkeys(inside)]
 
 
 def _cast_arguments(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     # FP32 beside 16-bit activations, such as a router's weights of experts, is so on purpose.
     first = args[0] if args else next(iter(kwargs.values()), None)
-    if not _holds_fp32(first):
+    if not holds_fp32(first):
         return None
     return cast_fp32(args, dtype), {name: cast_fp32(each, dtype) for name, each in kwargs.items()}
-
-
-def _holds_fp32(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype is torch.float32
-    return isinstance(value, tuple) and any(map(_holds_fp32, value))
 
 
 def is_cast(hook: Any) -> bool:

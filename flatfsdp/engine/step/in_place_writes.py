@@ -28,11 +28,6 @@ class WriteCheck:
 
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._groups = groups
-        self._known: list[list[int]] = []
-
-    def add(self, group: FlatGroup) -> None:
-        """Watches the parameters of this new group, too, from their current versions on."""
-        self._known.append(group.params.versions)
 
     def require_none(self) -> None:
         """Checks for writes between two forwards, or between a forward and its backward.
@@ -43,8 +38,7 @@ class WriteCheck:
         for group, names in self._written():
             raise RuntimeError(
                 f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
-                "is lost: a forward reads the attribute, which is NaN at other times; write inside "
-                "summon_full_params(), or before sharding (on the meta device, shard initialises it)"
+                "is lost; write inside summon_full_params(), or before sharding (shard fills meta tensors)"
             )
 
     @never_traced
@@ -56,23 +50,17 @@ class WriteCheck:
         """
         for group, names in self._written():
             raise RuntimeError(
-                f"the forward of unit {group.name} wrote in place to parameter {names}, and what a forward "
-                "changes is lost with the gathered copy; compute with a changed copy (no max_norm in an "
-                "embedding), or write between steps, inside summon_full_params()"
+                f"the forward of unit {group.name} wrote in place to parameter {names}, which is lost; "
+                "take a copy (no max_norm in an embedding), or write to it inside summon_full_params()"
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:
         """Yields groups that were written to, with the parameters' names; the next call starts afresh."""
-        # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
-        taken_back = [group.params.take_back() for group in self._groups]
-        # Replaced before it is compared, so that a write is reported once.
-        known, self._known = self._known, [group.params.versions for group in self._groups]
-        if known == self._known and not any(taken_back):
-            return
-        for group, taken, before, after in zip(self._groups, taken_back, known, self._known, strict=True):
-            if before != after or taken:
+        # All of them, before anything is raised, so that a write is reported once.
+        for group, written in [(group, group.params.take_writes()) for group in self._groups]:
+            if written:
                 prefix, slots = group.unit.prefix, group.layout.slots
-                names = [prefix + s.name for i, s in enumerate(slots) if i in taken or before[i] != after[i]]
+                names = [prefix + slots[index].name for index in written]
                 # Views of one tensor count together, and of these a table with `max_norm` has written.
                 sites = [site for sites in group.binding.sites for site in sites]
                 renormed = (site for site in sites if getattr(site.module, "max_norm", None) is not None)

@@ -18,58 +18,34 @@ reduce-scatter sends as many bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_gather, exchange_rows
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.step.sum_over_ranks import Groups, SumOverRanks
-from flatfsdp.engine.storage.group import FlatGroup
-
-
-class Rows(NamedTuple):
-    """Rows to be added in their order.
-
-    Attributes:
-        received: [k, n], in the dtype that they were sent in.
-        own: this rank's own, [n], not rounded yet; None if it is not among them.
-        place: number of rows before it.
-    """
-
-    received: Tensor
-    own: Tensor | None = None
-    place: int = 0
-
-    def of_block(self, first: int, size: int) -> Rows:
-        """The rows [first, first + size), of all with the own one."""
-        # From its place on, a row's number is greater by one than its index among those received.
-        start, stop = (end - (end > self.place) for end in (first, first + size))
-        is_inside = first <= self.place < first + size
-        return Rows(self.received[start:stop], self.own if is_inside else None, self.place - first)
+from flatfsdp.engine.step.sum_over_ranks import Groups, Rows, SumOverRanks, Tensors
+from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 
 
 class LaneSum(SumOverRanks):
     """Sums of one model's gradients in the order of lanes."""
 
-    def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
-        """Memory for the rows of this turn that other ranks have: one for each of their lanes."""
-        return _memory_for_rows(group, flat, group.grid.shard)
+    def memory_for(
+        self, group: FlatGroup, flat: Tensor, kept: Tensor | None, ranks: Ranks | None = None
+    ) -> Tensor:
+        """Memory for what other ranks, by default of the shard group, send of tensors like `flat`: rows."""
+        others = (ranks or group.grid.shard).size - 1
+        return flat.new_empty(others, flat.numel() // (others + 1), dtype=group.unit.policy.precision.reduce)
 
-    def add(
-        self, groups: Groups, flats: Sequence[Tensor], memory: Sequence[Tensor], kept: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
         """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
         rows = self._exchanged(groups[0], flats, memory, self._grids[groups[0]].shard)
         return [self._folded(*each) for each in zip(groups, rows, kept, strict=True)]
 
-    def _exchanged(
-        self, group: FlatGroup, flats: Sequence[Tensor], memory: Sequence[Tensor], ranks: Ranks
-    ) -> list[Rows]:
+    def _exchanged(self, group: FlatGroup, flats: Tensors, memory: Tensors, ranks: Ranks) -> list[Rows]:
         """Sends all ranks their parts of these tensors, and receives this rank's part of theirs."""
         own = ranks.rank
         parts = [flat.view(ranks.size, -1) for flat in flats]
@@ -77,7 +53,8 @@ class LaneSum(SumOverRanks):
             dtype = group.unit.policy.precision.reduce
             slices = [[part for part in (rows[:own], rows[own + 1 :]) if len(part)] for rows in parts]
             sent = [[row for part in each for row in self.cast(part, dtype)] for each in slices]
-            with self.sending(group, sum(each.nbytes for each in memory), ranks, len(flats)):
+            nbytes = sum(each.nbytes for each in memory)
+            with group.unit.sending("reduce_scatter", "reduce", nbytes, ranks, self.action, len(flats)):
                 for received, each in zip(memory, sent, strict=True):
                     exchange_rows(received, each, ranks)
         return [Rows(received, rows[own], own) for received, rows in zip(memory, parts, strict=True)]
@@ -89,29 +66,23 @@ class LaneSum(SumOverRanks):
         assert lanes is not None
         sums = rows.own if lanes.block == 1 else self._sums_of_blocks(group, rows, lanes)
         if sums is None:
-            assert group.block_grad is not None and not self._shared.microbatch.is_last
-            return group.block_grad
+            assert group.block_grad.so_far is not None and not self._shared.microbatch.is_last
+            return group.block_grad.so_far
         if replicas.size > 1:
-            (rows,) = self._exchanged(group, [sums], [_memory_for_rows(group, sums, replicas)], replicas)
+            (rows,) = self._exchanged(group, [sums], [self.memory_for(group, sums, None, replicas)], replicas)
         elif lanes.block > 1:
             # Rounded as if replicas had sent them: all meshes have the same bits.
             rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
         # Replicas have parts of what the optimizer will read.
         memory = self.memory_of_sum(group, kept if replicas.size == 1 else None)
-        total = group.partial_grad = self.added(group, group.partial_grad, memory, *rows)
-        # Its presence is a fact.
-        group.state.changes += 1
-        if not self._shared.microbatch.is_last:
-            return total
-        group.partial_grad = None
-        if replicas.size == 1:
+        is_last = self._shared.microbatch.is_last
+        total = self.added(group, group.partial_grad, rows, memory, ends=is_last)
+        if replicas.size == 1 or not is_last:
             return total
         whole = total.new_empty(replicas.size * total.numel())
         nbytes = whole.nbytes * (replicas.size - 1) // replicas.size
-        with (
-            group.unit.moving("all_gather_replicas", "all_reduce", nbytes),
-            launch(replicas, group.unit.identify(Action.REDUCE_REPLICAS), self._shared.device),
-        ):
+        action = Action.REDUCE_REPLICAS
+        with group.unit.sending("all_gather_replicas", "all_reduce", nbytes, replicas, action):
             all_gather(whole, total, replicas)
         return whole
 
@@ -120,17 +91,7 @@ class LaneSum(SumOverRanks):
         shards, turns = 1 + len(rows.received), lanes.turns_of_block(group.grid)
         if turns == 1:
             blocks = (rows.of_block(first, lanes.block) for first in range(0, shards, lanes.block))
-            return torch.cat([self.added(group, None, None, *each) for each in blocks])
-        kept = None if group.kept_sums is None else group.kept_sums.block
-        total = group.block_grad = self.added(group, group.block_grad, kept, *rows)
-        group.state.changes += 1
-        if self._shared.microbatch.turn % turns < turns - 1:
-            return None
-        group.block_grad = None
-        return total
-
-
-def _memory_for_rows(group: FlatGroup, flat: Tensor, ranks: Ranks) -> Tensor:
-    """Memory for what the other ranks send of tensors as long as `flat`: a row each."""
-    dtype = group.unit.policy.precision.reduce
-    return flat.new_empty(ranks.size - 1, flat.numel() // ranks.size, dtype=dtype)
+            return torch.cat([self.added(group, RunningSum(), each, None, ends=True) for each in blocks])
+        ends = self._shared.microbatch.turn % turns == turns - 1
+        total = self.added(group, group.block_grad, rows, group.block_grad.memory, ends=ends)
+        return total if ends else None

@@ -38,7 +38,8 @@ class LeftBehind:
         self._attributes = [vars(module) for module in self._modules]
         self._sizes: list[int] = []
         # PyTorch's own modules leave nothing on themselves; what others set there are new attributes.
-        self._own = [set(vars(each)) if _is_torchs(type(each)) else set() for each in self._modules]
+        torchs = "torch.nn.modules."
+        self._own = [set(vars(m)) if type(m).__module__.startswith(torchs) else set() for m in self._modules]
         self._readers: list[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], tuple[Any, ...]]]] = []
         # Values that can hold no tensor; kept, so that no other object gets the address of one.
         self._plain: list[Any] = []
@@ -82,10 +83,6 @@ class LeftBehind:
                 # Twice, because a reader of one name returns no tuple.
                 self._readers.append((attributes, itemgetter(names[0], *names)))
         self._sizes = list(map(len, self._attributes))
-
-
-def _is_torchs(kind: type[nn.Module]) -> bool:
-    return kind.__module__.startswith("torch.nn.modules.")
 
 
 _CHANGING = (Tensor, list, dict, set)

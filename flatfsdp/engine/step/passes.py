@@ -26,14 +26,14 @@ class Forward:
 
     def __init__(self, units: Iterable[Unit] = ()) -> None:
         self.units: list[Unit] = []
-        self.trained = {group for unit in units for group in unit.trained}
+        self.trained = {group for unit in units for group in unit.groups if group.trains}
 
     def record(self, unit: Unit) -> int:
         """Notes that `unit` runs now; returns its position."""
         if unit not in self.units:
             # The unit may have been frozen since the forward began.
             self.trained.difference_update(unit.groups)
-        self.trained.update(unit.trained)
+        self.trained.update(group for group in unit.groups if group.trains)
         self.units.append(unit)
         return len(self.units) - 1
 
@@ -74,27 +74,15 @@ class Backward:
 
     Attributes:
         is_open: whether a backward has begun that has neither ended nor been abandoned.
+        number: autograd's number of the outermost backward, the last one that was opened.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self.is_open = False
-        self._number = -1
+        self.number = -1
         self._reached: list[Forward] = []
         self._end: weakref.ref[Callable[[], None]] | None = None
-
-    def is_running(self, number: int) -> bool:
-        """Whether the open backward is number `number`, which autograd runs now."""
-        return self.is_open and number == self._number
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether a backward inside the backward is running: reentrant checkpointing.
-
-        A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
-        outer backward is it known that no more will come.
-        """
-        return running_backward() != self._number
 
     @property
     def has_failed(self) -> bool:
@@ -110,7 +98,7 @@ class Backward:
         # Autograd keeps the function until the backward ends, and drops it uncalled if the backward fails.
         call_at_end_of_backward(end)
         self._end = weakref.ref(end)
-        self._number = running_backward()
+        self.number = running_backward()
         self.is_open = True
 
     def reach(self, forward: Forward | None) -> None:

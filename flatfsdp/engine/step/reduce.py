@@ -32,7 +32,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.grid import Grid
-from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.comm.ranks import ALONE, Ranks, several
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.lane_sum import LaneSum
@@ -120,12 +120,10 @@ class Reducer:
         """Warns once if a unit has held up many others, whose reductions then overlap with no computation."""
         if held > MAX_IN_FLIGHT and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "the gradients of unit %s landed after those of %d units, or not at all, and held them up: "
-                "units are reduced in the reverse of their registration; register modules as they run",
-                self._order[first][0].name,
-                held,
+            message = (
+                "the gradients of unit %s landed after those of %d units, or not at all, and held them up"
             )
+            logger.warning(f"{message}; register modules as they run", self._order[first][0].name, held)
 
     def finish(self) -> list[Reduced]:
         """Reduces what is left; returns the gradients that are reduced for good."""
@@ -136,10 +134,7 @@ class Reducer:
         for groups in self._order:
             late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if late and late[0].unit.policy.lanes is not None:
-                raise RuntimeError(
-                    f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
-                    "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
-                )
+                raise RuntimeError(f"with lanes, checkpoint unit {late[0].name} with use_reentrant=False")
             self._launch(late)
         if not self._shared.microbatch.is_last:
             # The last ones run beside the next forward, which needs nothing of them.
@@ -178,7 +173,7 @@ class Reducer:
         kept = [self._kept_for(group) for group in groups]
         memory = [self._sum.memory_for(*each) for each in zip(groups, flats, kept, strict=True)]
         # Taken before the partial sums are replaced: the stream reads these, too.
-        read = [*flats, *memory, *(group.partial_grad for group in groups)]
+        read = [*flats, *memory, *(group.partial_grad.so_far for group in groups)]
         with self._stream.after_compute():
             sums = self._sum.add(groups, flats, memory, kept)
         reduced = dict(zip(groups, sums, strict=True)) if self._shared.microbatch.is_last else {}
@@ -206,7 +201,7 @@ class Reducer:
             kept = _kept(group)
             if kept is not None and kept.data_ptr() != grad.data_ptr():
                 grad = kept.copy_(grad)
-            elif kept is None and group.kept_sums is not None and grad is group.kept_sums.partial:
+            elif kept is None and grad is group.partial_grad.memory:
                 # The next step's gradients are added up in this memory.
                 grad = grad.clone()
             self._reduced[group] = grad
@@ -239,8 +234,7 @@ class Reducer:
         by_ranks: dict[tuple[Ranks, ...], list[int]] = {}
         for index, (group, _, _) in enumerate(reduced):
             grid = self.grids[group]
-            ranks = tuple(each for each in (grid.shard, grid.replicate, group.grid.tensor) if each.size > 1)
-            if ranks:
+            if ranks := tuple(several((grid.shard, grid.replicate, group.grid.tensor))):
                 by_ranks.setdefault(ranks, []).append(index)
         answers = [each.used for each in reduced]
         # Imagined ranks, on the meta device, do what this one does.

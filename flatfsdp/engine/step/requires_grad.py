@@ -17,11 +17,7 @@ same on all ranks, not on what has landed here.  For other groups nothing is all
 
 from __future__ import annotations
 
-from operator import attrgetter
-
-from flatfsdp.engine.storage.group import FlatGroup
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+from flatfsdp.engine.storage.group import REQUIRES_GRAD, FlatGroup
 
 
 def follow_requires_grad(group: FlatGroup) -> None:
@@ -32,7 +28,7 @@ def follow_requires_grad(group: FlatGroup) -> None:
             the parameters in one flat parameter were changed.
     """
     known = group.params.trained
-    shown = list(map(_REQUIRES_GRAD, group.params.shown_now))
+    shown = list(map(REQUIRES_GRAD, group.params.shown_now))
     listed = group.flags
     if shown == known and listed == known:
         return
@@ -41,9 +37,8 @@ def follow_requires_grad(group: FlatGroup) -> None:
     if not group.master.is_divided and len(set(wanted)) > 1:
         changed = [trains != before for trains, before in zip(wanted, known, strict=True)].index(True)
         raise RuntimeError(
-            f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set to "
-            f"{wanted[changed]} by itself, and a flat parameter is frozen as a whole: call requires_grad_() "
-            "of the wrapped module, make it a unit of its own, or shard the model with flatfsdp.shard"
+            f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set by "
+            "itself, in a flat parameter; call requires_grad_() of the module, or use flatfsdp.shard"
         )
     if any(wanted) and group.main_grad is None:
         if group.compute_shard.is_cast_once_a_load:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import several
+from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.passes import Backward, Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reduced, Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
@@ -87,7 +88,7 @@ class Root:
         communicators = several(ranks for grid in grids for ranks in grid.dimensions)
         names = [unit.name if unit.groups else "" for unit in units]
         self.identity = ModelIdentity(number, names, data_parallel, communicators, policy.timeout)
-        shared.identity = self.identity
+        shared.identity, shared.gather_stream = self.identity, SideStream(shared.device)
         # Before the first collective, which carries the unit's number and the model's identity.
         for index, unit in enumerate(units):
             unit.number, unit.shared = index, shared
@@ -105,9 +106,7 @@ class Root:
         # Of a step that was left, or of a forward without a backward: as many as this rank happens to run.
         self.shared.scales.drop_held()
         for group in self.groups:
-            # A loop ends a step even where nothing has begun: once more for each step.
-            if group.state.is_of_a_step:
-                group.end_step()
+            group.end_step()
 
     @property
     def reduces(self) -> bool:
@@ -121,14 +120,14 @@ class Root:
 
     @property
     def place(self) -> Hashable:
-        """With lanes, what a microbatch adds to what, as far as its place in the step decides."""
+        """What a microbatch adds to what, as far as its place in the step decides."""
         lanes, microbatch = self.unit.policy.lanes, self.microbatch
+        place = microbatch.index == 0, microbatch.is_last
         if lanes is None:
-            return None
-        turns_of_block = lanes.turns_of_block(self.unit.grid)
-        block, turn_of_block = divmod(microbatch.turn, turns_of_block)
-        ends_block = microbatch.ends_turn and turn_of_block == turns_of_block - 1
-        return microbatch.begins_turn, microbatch.ends_turn, block == 0, turn_of_block == 0, ends_block
+            return place
+        begins, ends = microbatch.begins_turn, microbatch.ends_turn
+        of_first_block, begins_block, ends_block = lanes.place(self.unit.grid, microbatch.turn)
+        return *place, begins, ends, of_first_block, begins_block, ends and ends_block
 
     def begin_forward(self, inputs: object) -> None:
         """Begins the outermost forward of any unit; the inner ones run inside it.
@@ -142,9 +141,7 @@ class Root:
             self.microbatch.require_turns()
         if not self._has_begun:
             # Not earlier: a checkpoint may have been loaded in between.
-            masters = [(group.unit.prefix, group.master) for group in self.groups]
-            first = self.unit.identify(Action.VALUES)
-            require_same_first_values(masters, self.identity.communicators, first)
+            require_same_first_values([group.master for group in self.groups])
             for group in self.groups:
                 group.master.first_digests.clear()
             self._has_begun = True
@@ -181,8 +178,7 @@ class Root:
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory (p.data = ...), from which "
-                    "nothing is gathered; write into it instead: p.data.copy_(...)"
+                    f"a parameter of unit {group.name} was given other memory (p.data = x): p.data.copy_(x)"
                 )
             # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
             # `UnreducedMarks.follow`.
@@ -190,7 +186,7 @@ class Root:
             if max(counts, default=1) > 1:
                 name = group.unit.prefix + group.master.local_shard_name(counts.index(max(counts)))
                 raise RuntimeError(
-                    f"parameter {name} has a tensor hook (register_hook), which would never run; use "
+                    f"parameter {name} has a tensor hook, which would never run; use "
                     "register_post_accumulate_grad_hook, or register it before the model is sharded"
                 )
         self.require_no_writes()
@@ -225,7 +221,7 @@ class Root:
         self.calls.clear()
         if backward_follows and self.order.current.trained:
             # Gradients that are there are of a backward before this forward, such as one of a validation.
-            has_gradients = any(group.master.published is not None for group in self.groups)
+            has_gradients = any(group.master.published() is not None for group in self.groups)
             self.microbatch.awaits_gradients |= not has_gradients
         self.shared.scales.end_forward()
         # Not the root's own: its head ran last, and the backward begins with it.
@@ -264,15 +260,10 @@ class Root:
 
     def follow_user(self) -> None:
         """Follows what the user did: left a loop, zeroed gradients, froze or unfroze parameters."""
-        self.drop_left()
+        self.microbatch.drop_left()
         for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
-
-    def drop_left(self) -> None:
-        """Drops what was accumulated in a loop over microbatches that was left before its last backward."""
-        if self.microbatch.is_left:
-            self.microbatch.end_step()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -307,11 +298,9 @@ class Root:
             forward: the forward whose graph the backward has reached; None if that is not known.
         """
         number = running_backward()
-        if not self.backward.is_running(number):
+        if not (self.backward.is_open and self.backward.number == number):
             if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "create_graph=True is not supported: it would need parameters that are freed by then"
-                )
+                raise RuntimeError("create_graph=True would need parameters that are freed by then")
             if self.backward.has_failed:
                 self.abandon_step()
             if not self.backward.is_open:
@@ -336,9 +325,6 @@ class Root:
         if self.reduces:
             # Only now, so that a backward that fails half-way leaves all gradients as they were.
             self.publish(self.reducer.finish())
-            for group in self.groups:
-                if group.main_grad is not None:
-                    group.main_grad.give_back()
         if self.microbatch.is_last:
             self.shared.scales.update_held()
         # After the reductions, which took the buffers: what is still there is for the next microbatch.
@@ -379,8 +365,3 @@ class Root:
         # Amaxes of a failed backward may be NaN, and would stay as long as the history.
         self.shared.scales.abandon()
         self.microbatch.end_step()
-
-
-def several(dimensions: Iterable[Ranks]) -> list[Ranks]:
-    """Communicators of more than one rank, each once."""
-    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

@@ -11,24 +11,45 @@ Next: `reduce.py` says when; `lane_sum.py` adds in an order of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import Traffic
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.group import FlatGroup, RunningSum
 from flatfsdp.engine.storage.state import Shared
 from flatfsdp.kernels.grad.add_rows import add_rows
 
+Tensors = Sequence[Tensor]
 Groups = Sequence[FlatGroup]
 """The groups of a unit, or those of them that are reduced together."""
+
+
+class Rows(NamedTuple):
+    """Rows to be added in their order.
+
+    Attributes:
+        received: [k, n], in the dtype that they were sent in.
+        own: this rank's own, [n], not rounded yet; None if it is not among them.
+        place: number of rows before it.
+    """
+
+    received: Tensor
+    own: Tensor | None = None
+    place: int = 0
+
+    def of_block(self, first: int, size: int) -> Rows:
+        """The rows [first, first + size), of all with the own one."""
+        # From its place on, a row's number is greater by one than its index among those received.
+        start, stop = (end - (end > self.place) for end in (first, first + size))
+        is_inside = first <= self.place < first + size
+        return Rows(self.received[start:stop], self.own if is_inside else None, self.place - first)
 
 
 class SumOverRanks:
@@ -55,13 +76,11 @@ class SumOverRanks:
             return flat
         dtype = group.unit.policy.precision.reduce
         # Otherwise it is added to a sum that is there.
-        if kept is not None and kept.dtype == dtype and group.partial_grad is None:
+        if kept is not None and kept.dtype == dtype and group.partial_grad.so_far is None:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
-    def add(
-        self, groups: Groups, flats: Sequence[Tensor], memory: Sequence[Tensor], kept: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
         """Adds up one backward's gradients; in the last one the results are final.  Collective.
 
         Args:
@@ -73,9 +92,7 @@ class SumOverRanks:
         sums = self._reduce_scatter(groups, flats, memory)
         return [self._completed(*each) for each in zip(groups, sums, kept, strict=True)]
 
-    def _reduce_scatter(
-        self, groups: Groups, flats: Sequence[Tensor], shards: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
+    def _reduce_scatter(self, groups: Groups, flats: Tensors, shards: Tensors) -> Tensors:
         first = groups[0]
         ranks, division = self._grids[first].shard, first.division
         if division is not None:
@@ -86,7 +103,7 @@ class SumOverRanks:
             return flats
         payloads = [self.cast(flat, first.unit.policy.precision.reduce) for flat in flats]
         nbytes = sum(each.nbytes for each in payloads) * (ranks.size - 1) // ranks.size
-        with self.sending(first, nbytes, ranks, len(payloads)):
+        with first.unit.sending("reduce_scatter", "reduce", nbytes, ranks, self.action, len(payloads)):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
         return shards
@@ -94,18 +111,16 @@ class SumOverRanks:
     def _completed(self, group: FlatGroup, reduced: Tensor, kept: Tensor | None) -> Tensor:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
         is_last, total = self._shared.microbatch.is_last, group.partial_grad
-        if total is not None or not is_last:
-            memory = self.memory_of_sum(group, kept)
-            begins_it = total is None and (memory is None or memory is reduced)
-            # In the dtype of accumulation, as a sum of microbatches.
-            if not begins_it or reduced.dtype != group.unit.policy.precision.accumulate:
-                reduced = self.added(group, total, memory, reduced.view(1, -1))
-            group.partial_grad = reduced
-            # Its presence is a fact.
-            group.state.changes += 1
+        if total.so_far is not None or not is_last:
+            memory, dtype = self.memory_of_sum(group, kept), group.unit.policy.precision.accumulate
+            if total.so_far is None and reduced.dtype == dtype and (memory is None or memory is reduced):
+                # It is the sum as it is.
+                total.so_far = reduced
+                group.state.changes += 1
+            else:
+                reduced = self.added(group, total, Rows(reduced.view(1, -1)), memory, ends=is_last)
         if not is_last:
             return reduced
-        group.partial_grad = None
         grid, division = self._grids[group], group.division
         if grid.replicate.size > 1:
             reduced = self.cast(reduced, group.unit.policy.precision.reduce)
@@ -124,10 +139,7 @@ class SumOverRanks:
         self, group: FlatGroup, tensor: Tensor, ranks: Ranks, kind: Traffic, action: Action, *, mean: bool
     ) -> None:
         nbytes = 2 * tensor.nbytes * (ranks.size - 1) // ranks.size
-        with (
-            group.unit.moving(kind, kind, nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device),
-        ):
+        with group.unit.sending(kind, kind, nbytes, ranks, action):
             all_reduce(tensor, ranks, mean=mean)
 
     def memory_of_sum(self, group: FlatGroup, kept: Tensor | None) -> Tensor | None:
@@ -136,39 +148,36 @@ class SumOverRanks:
         Args:
             kept: memory that the optimizer will read, if that has a fixed address and is free.
         """
-        if group.kept_sums is not None and group.kept_sums.partial is not None:
-            return group.kept_sums.partial
+        if group.partial_grad.memory is not None:
+            return group.partial_grad.memory
         fits = kept is not None and kept.dtype == group.unit.policy.precision.accumulate
         return kept if fits else None
 
     def added(
-        self,
-        group: FlatGroup,
-        total: Tensor | None,
-        kept: Tensor | None,
-        rows: Tensor,
-        own: Tensor | None = None,
-        place: int = 0,
+        self, group: FlatGroup, total: RunningSum, rows: Rows, memory: Tensor | None, *, ends: bool
     ) -> Tensor:
-        """Adds rows to a sum in their order, as `add_rows` does; None begins one, in memory kept for it."""
-        is_first = total is None
-        if total is None:
-            dtype = group.unit.policy.precision.accumulate
-            total = rows.new_empty(rows.shape[1], dtype=dtype) if kept is None else kept
-        add_rows(total, rows, own, place, first=is_first)
-        nbytes = rows.nbytes + (0 if own is None else own.nbytes)
-        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * total.nbytes)
-        return total
+        """Adds rows to a sum of the group in their order; begins it, in this memory if there is any.
 
-    @contextmanager
-    def sending(self, group: FlatGroup, nbytes: int, ranks: Ranks, collectives: int) -> Iterator[None]:
-        """Context of one launch of these collectives, in which this rank sends so many bytes in all."""
-        action = Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
-        with (
-            group.unit.moving("reduce_scatter", "reduce", nbytes),
-            launch(ranks, group.unit.identify(action), self._shared.device, collectives),
-        ):
-            yield
+        Args:
+            ends: whether the sum is complete, and handed over; it begins anew then.
+        """
+        received, own, _ = rows
+        is_first, so_far = total.so_far is None, total.so_far
+        if so_far is None:
+            dtype = group.unit.policy.precision.accumulate
+            so_far = received.new_empty(received.shape[1], dtype=dtype) if memory is None else memory
+        add_rows(so_far, *rows, first=is_first)
+        nbytes = received.nbytes + (0 if own is None else own.nbytes)
+        self._shared.ledger.add("accumulate", nbytes + (1 if is_first else 2) * so_far.nbytes)
+        total.so_far = None if ends else so_far
+        # Its presence is a fact.
+        group.state.changes += 1
+        return so_far
+
+    @property
+    def action(self) -> Action:
+        """Purpose of what is sent inside a group of shards, or between groups, in the running backward."""
+        return Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts to another dtype; usually nothing, as gradients are accumulated in that dtype."""

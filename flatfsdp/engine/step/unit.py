@@ -1,6 +1,6 @@
 """`Unit`: the parameters of one sharded module, which come and go together, and its engine state.
 
-In:   flat groups (`engine/storage/group.py`), which `engine/build/build_unit.py` adds.
+In:   flat groups (`engine/storage/group.py`), which `engine/build/build_unit.py` appends.
 Out:  gathered parameters in the module, all groups in one launch, overlapped with compute; freed after use.
 Next: `engine/step/driven_unit.py` says when.
 
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.in_place_writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup
@@ -25,57 +24,15 @@ from flatfsdp.engine.storage.state import ShardState, Shared, UnitMember
 from flatfsdp.options import Policy
 from flatfsdp.torch_private import running_backward
 
-_Saved = tuple[list[weakref.ref[Tensor]], Callable[[], Sequence[Tensor]]]
-"""What one forward has made of one weight, and what makes tensors with the same contents again."""
 
-
-class DerivedWeights:
-    """What layers make of gathered weights, such as FP8 copies, and graphs of one unit's forwards have saved.
-
-    They are freed with the parameters, and are there again, with the same bits, in the backward.
-    `compat/sharded/transformer_engine.py` finds them.
-    """
-
-    def __init__(self) -> None:
-        self._there: list[_Saved] = []
-        self._freed: list[_Saved] = []
-
-    def add(self, tensors: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> None:
-        """Adds what one forward has made of one weight.
-
-        Args:
-            tensors: what autograd may save; only weak references are kept.
-            again: makes tensors with the same contents from the gathered weight.
-        """
-        self._there.append(([weakref.ref(tensor) for tensor in tensors], again))
+class Derived(Protocol):
+    """What layers make of gathered weights, such as FP8 copies, and graphs of forwards have saved."""
 
     def free(self) -> None:
-        """Frees the memory of what is still saved."""
-        saved = self._freed + self._there
-        if saved:
-            self._freed, self._there = _alive(saved), []
-        for references, _ in self._freed:
-            for reference in references:
-                if (tensor := reference()) is not None:
-                    # Autograd has saved the tensor, not its memory, which `.data` changes uncounted.
-                    tensor.data = tensor.new_empty(0)
+        """Frees the memory of what is still saved; called as the parameters are freed."""
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Fills the freed ones with what they held; the weights are gathered."""
-        self._freed = _alive(self._freed)
-        # One by one: if one fails, such as for lack of memory, the others are still known as freed.
-        while self._freed:
-            references, again = self._freed[0]
-            for reference, value in zip(references, again(), strict=True):
-                if (tensor := reference()) is not None:
-                    tensor.data = value
-            self._there.append(self._freed.pop(0))
-
-
-def _alive(saved: list[_Saved]) -> list[_Saved]:
-    """Those that a graph may still need."""
-    return [each for each in saved if any(reference() is not None for reference in each[0])]
+        """Fills what was freed with what it held; called in a backward, once the weights are gathered."""
 
 
 class Unit(UnitMember):
@@ -84,53 +41,34 @@ class Unit(UnitMember):
     Attributes:
         groups: the unit's flat groups: parameters built trained or frozen, stored in FP8 or not.
         outer: the unit's module around it; None for the outermost one.
-        lister: the wrapper that lists the master shards as flat parameters; None: modules list local shards.
+        lister: the wrapper that lists the master shards as flat parameters, and has `list_flats`; None:
+            modules list local shards.
         uses: number of running calls of the module, or of parts of it.
         is_whole: whether its parameters are ordinary ones for now, inside `summon_full_params`.
         writes_back: whether these are written back at the end.
         is_kept: whether the parameters stay gathered, inside `Root.kept`.
         keep_as_root: whether a root's own parameters stay gathered from its forward to its backward.
         writes: check for in-place writes to gathered parameters.
-        derived: what layers make of gathered parameters, and autograd saves.
+        derived: what is freed and restored together with the parameters, if a layer has any.
     """
 
     def __init__(self, policy: Policy, grid: Grid, shared: Shared) -> None:
         super().__init__(policy, grid, shared)
         self.groups: list[FlatGroup] = []
         self.outer: weakref.ref[nn.Module] | None = None
-        self.lister: weakref.ref[nn.Module] | None = None
+        self.lister: weakref.ref[Any] | None = None
         self.uses = 0
         self.is_whole = self.writes_back = False
         self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck(self.groups)
-        self.derived = DerivedWeights()
-        # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
-        # separately.
-        self._landed: defaultdict[tuple[int, FlatGroup], set[int]] = defaultdict(set)
-        self._reached_in: set[int] = set()
-        self._empty_in: set[int] = set()
-        self._open_uses: set[object] = set()
-        self._was_followed = False
-
-    def add(self, group: FlatGroup) -> None:
-        """Adds a flat group to the unit."""
-        self.groups.append(group)
-        self.writes.add(group)
-
-    @property
-    def trained(self) -> list[FlatGroup]:
-        """The groups that are trained now."""
-        return [group for group in self.groups if group.trains]
+        self.derived: Derived | None = None
+        self._forget_backward()
 
     @property
     def is_sharded(self) -> bool:
         """Whether some parameter is not gathered."""
         return any(group.state.shard is ShardState.SHARDED for group in self.groups)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in the memory of the gathered parameters."""
-        return any(group.holds(tensor) for group in self.groups)
 
     # ---- parameters come and go -------------------------------------------------------------------------
 
@@ -151,10 +89,7 @@ class Unit(UnitMember):
             for group in missing:
                 group.compute_shard.cast()
             if nbytes := sum(group.gathered_bytes for group in missing):
-                with (
-                    self.moving("all_gather", "gather", nbytes),
-                    launch(self.grid.shard, self.identify(action), self.shared.device, len(missing)),
-                ):
+                with self.sending("all_gather", "gather", nbytes, self.grid.shard, action, len(missing)):
                     for group in missing:
                         group.gather()
             for group in untransposed:
@@ -191,7 +126,8 @@ class Unit(UnitMember):
                 if group.state.shard is ShardState.GATHERING:
                     group.reshard()
         elif not self.is_kept:
-            self.derived.free()
+            if self.derived is not None:
+                self.derived.free()
             for group in self.groups:
                 group.reshard()
 
@@ -224,13 +160,8 @@ class Unit(UnitMember):
     def end_of_backward(self) -> None:
         """Frees what is still gathered at the end of the whole backward, and starts counting afresh."""
         for group in self.groups:
-            if group.main_grad is not None and group.main_grad.holds_gradients:
-                if group.state.takes_part:
-                    # Small gradients wait for each other, but not for those of the next microbatch.
-                    group.main_grad.flush()
-                else:
-                    # A layer wrote the gradient of a parameter that was frozen after the forward.
-                    group.main_grad.drop()
+            if group.main_grad is not None:
+                group.main_grad.end_backward()
             # A frozen unit does not use what was gathered ahead for it.
             group.wait()
         self._free_after_backward()
@@ -244,10 +175,12 @@ class Unit(UnitMember):
         self.drop_gradients()
 
     def _forget_backward(self) -> None:
-        self._landed.clear()
-        self._reached_in.clear()
-        self._empty_in.clear()
-        self._open_uses.clear()
+        # Slots by running backward and group: a backward that reentrant checkpointing nests in another counts
+        # separately.
+        self._landed: defaultdict[tuple[int, FlatGroup], set[int]] = defaultdict(set)
+        self._reached_in: set[int] = set()
+        self._empty_in: set[int] = set()
+        self._open_uses: set[object] = set()
         self._was_followed = False
 
     def drop_gradients(self) -> None:

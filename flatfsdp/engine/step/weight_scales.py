@@ -50,9 +50,8 @@ class WeightScales:
         self._recipe: Any = self._unit.policy.precision.fp8_weights
         for unit in (master.unit for master in masters):
             if (theirs := unit.policy.precision.fp8_weights) != self._recipe:
-                raise ValueError(
-                    f"unit {unit.name} has fp8_weights={theirs!r}, others {self._recipe!r}; make them equal"
-                )
+                both = f"{theirs!r}, others {self._recipe!r}"
+                raise ValueError(f"unit {unit.name} has fp8_weights={both}; make them equal")
         runs = [run for master in masters for run in master.layout.runs]
         self._num_runs = len(runs)
         # By slot, the number of its run.
@@ -77,10 +76,9 @@ class WeightScales:
             # A NaN of one slot is one of its whole run.
             of_runs = amax.new_zeros(self._num_runs).scatter_reduce(0, self._run_of, amax, "amax")
             amax = of_runs[self._run_of]
-        largest = torch.full_like(amax, torch.finfo(FP8_DTYPE).max)
-        scales = current_scales(
-            amax, largest, epsilon=self._recipe.amax_epsilon, power_of_two=self._recipe.power_of_two_scales
-        )
+        limit, recipe = torch.full_like(amax, torch.finfo(FP8_DTYPE).max), self._recipe
+        epsilon, power_of_two = recipe.amax_epsilon, recipe.power_of_two_scales
+        scales = current_scales(amax, limit, epsilon=epsilon, power_of_two=power_of_two)
         scale, scale_inv = align_inverses(scales)
         sizes = [shard.amax.numel() for shard in self._shards]
         for shard, *own in zip(self._shards, scale.split(sizes), scale_inv.split(sizes), strict=True):

@@ -9,9 +9,10 @@ Next: `engine/step/driven_unit.py` counts what has landed.
     follow     train or freeze each of the parameters from now on
     show       the buffer has been gathered
     conceal    the buffer is about to be freed: show NaN, in memory that is safe to read
-    take_back  find, and undo, what somebody did to the tensors that no version counts
     rebind     bind the parameters again after something else was bound
     pack       the tensor that layers read in place of several parameters, see `packed_operands.py`
+
+    take_writes  find what somebody wrote to the tensors, and undo what no version counts
 """
 
 from __future__ import annotations
@@ -25,21 +26,11 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.contract.packed import leave_packed
+from flatfsdp.engine.storage.flat_buffer import Placeholders
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.packed_operands import Operands, PackedTensors
 from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import (
-    FREED,
-    copied_on_write,
-    is_copied_on_write,
-    mark_freed,
-    run_as_soon_as_ready,
-    running_backward,
-    shares_memory,
-    unmark_freed,
-    weakly,
-)
+from flatfsdp.torch_private import FREED, mark_freed, run_as_soon_as_ready, running_backward, weakly
 
 _ADDRESS = Tensor.data_ptr
 
@@ -53,7 +44,7 @@ class Shown(ABC):
     Args:
         binding: places in the modules, which have their own parameters still.
         operands: what GEMMs read; its memory must be there now, and may come and go later.
-        main_grad: where gradients land; None for parameters that are built frozen.
+        into: where gradients land; None for parameters that are built frozen.
         landed: called for each gradient.
 
     Attributes:
@@ -66,15 +57,13 @@ class Shown(ABC):
     _parts: Sequence[Tensor]
     _counters: tuple[Tensor, ...]
 
-    def __init__(
-        self, binding: Binding, operands: Operands, main_grad: MainGrad | None, landed: Landed
-    ) -> None:
+    def __init__(self, binding: Binding, operands: Operands, into: MainGrad | None, landed: Landed) -> None:
         self._binding = binding
         self._landed = landed
-        self._main_grad = main_grad
+        self._main_grad = into
         # Made now, because views cannot be made of memory that is gone.
         self._places = binding.layout.views(operands.shown)
-        self._absent = _Absent(binding.layout, operands.shown)
+        self._absent = Placeholders(binding.layout, operands.shown)
         self._packs = PackedTensors(binding.layout, operands)
         self._is_concealed = False
         for tensors in self._open(binding.parameters(), operands.shown):
@@ -83,6 +72,7 @@ class Shown(ABC):
         for index, owners in enumerate(binding.pack_owners):
             for owner, name in owners:
                 leave_packed(owner, name, partial(self.pack, index))
+        self._known = self._versions()
 
     @abstractmethod
     def _open(self, parameters: Sequence[nn.Parameter], unsharded: Tensor) -> list[Sequence[Tensor]]:
@@ -103,17 +93,26 @@ class Shown(ABC):
         if self._main_grad is not None:
             self._packs.train(self._parts, self._main_grad)
 
-    def take_back(self) -> Sequence[int]:
-        """Undoes `parameter.data = ...`, and uncounted writes to placeholders; returns the slots."""
-        if self._is_concealed:
-            return self._absent.take_back(self.shown_now)
-        return _take_back(self.shown_now, self._places)
+    @abstractmethod
+    def _versions(self) -> list[int]:
+        """Version counters of the parameters, in slot order."""
+
+    def take_writes(self) -> Sequence[int]:
+        """Slots that were written to since the last call; `parameter.data = ...` is undone."""
+        # First, as it writes: `tensor.data = ...` undoes what has been done to a tensor.
+        is_absent, shown = self._is_concealed, self.shown_now
+        taken = self._absent.take_back(shown) if is_absent else _take_back(shown, self._places)
+        before, self._known = self._known, self._versions()
+        if before == self._known and not taken:
+            return ()
+        pairs = enumerate(zip(before, self._known, strict=True))
+        return [slot for slot, (old, new) in pairs if old != new or slot in taken]
 
     def show(self) -> None:
         """Lets modules see the gathered parameters."""
         if self._is_concealed:
             self._is_concealed = False
-            unmark_freed(self._counters)
+            mark_freed(self._counters, is_freed=False)
             self._place()
 
     def conceal(self) -> None:
@@ -122,7 +121,7 @@ class Shown(ABC):
             self._is_concealed = True
             # Whoever saved one, and whose backward does not gather the unit first, would read NaN, or freed
             # memory, and crash.
-            mark_freed(self._counters)
+            mark_freed(self._counters, is_freed=True)
             self._place()
 
     def pack(self, index: int) -> Tensor | None:
@@ -137,11 +136,6 @@ class Shown(ABC):
     def rebind(self) -> None:
         """Binds the parameters to their modules again."""
         self._binding.bind(self.shown_now)
-
-    @property
-    def displaced(self) -> str | None:
-        """Name of a parameter that somebody has replaced."""
-        return self._binding.displaced(self.shown_now)
 
 
 class Leaves(Shown):
@@ -177,8 +171,7 @@ class Leaves(Shown):
         for parameter, trains in zip(self._parts, trained, strict=True):
             parameter.requires_grad_(trains)
 
-    @property
-    def versions(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """Version counters of the parameters, in slot order; an in-place write to one raises its own."""
         freed = FREED if self._is_concealed else 0
         return [parameter._version - freed for parameter in self._parts]
@@ -230,8 +223,7 @@ class Views(Shown):
             view.register_hook(weakly(self, Views._arrive, index))
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"parameter {slots[index].name} has a post-accumulate-gradient hook, which only leaves "
-                    "have; pass optimize_backward_concat=True, or register a tensor hook"
+                    f"parameter {slots[index].name} has a post-accumulate-gradient hook; take a tensor hook"
                 )
             # The module will not see the old parameters again.
             for hook in (parameter._backward_hooks or {}).values():
@@ -254,8 +246,7 @@ class Views(Shown):
             absent.requires_grad_(trains)
         self._place()
 
-    @property
-    def versions(self) -> list[int]:
+    def _versions(self) -> list[int]:
         """Version counters, in slot order: an in-place write to one view raises those of all."""
         shared = self._leaf._version - (FREED if self._is_concealed else 0)
         return [shared + absent._version for absent in self._absent.tensors]
@@ -291,45 +282,6 @@ class Views(Shown):
             assert self._main_grad is not None
             self._main_grad.land_flat(grad, (index for index in used if self.trained[index]))
         self._landed(None)
-
-
-class _Absent:
-    """Placeholders for sharded parameters: their shapes, full of NaN, in the memory of one element.
-
-    Printing a view of freed memory would crash the process.  The memory is copied on write: PyTorch gives it
-    up at the first write to one of its tensors, through `.data` as well, which tells without reading a value.
-
-    Attributes:
-        tensors: the placeholders, in slot order.
-    """
-
-    def __init__(self, layout: FlatLayout, like: Tensor) -> None:
-        self._shapes = [slot.shape for slot in layout.slots]
-        self._nans = torch.full((len(self._shapes),), torch.nan, dtype=like.dtype, device=like.device)
-        self.tensors = self._fresh()
-
-    def _fresh(self) -> list[Tensor]:
-        self._shared = copied_on_write(self._nans)
-        # `.data` gives each a version counter of its own.
-        return [nan.data.expand(shape) for nan, shape in zip(self._shared, self._shapes, strict=True)]
-
-    def take_back(self, shown: Sequence[Tensor]) -> Sequence[int]:
-        """Makes `shown` placeholders again if they no longer are; returns the slots that somebody changed.
-
-        Args:
-            shown: tensors that have the memory of the placeholders, in slot order.
-        """
-        if all(map(is_copied_on_write, shown)):
-            return ()
-        # `data_ptr()` and `numpy()` may write, for all that PyTorch knows; what they have read is NaN still.
-        still_nan, memory = self._shared.isnan().tolist(), self._shared.untyped_storage()
-        touched = [slot for slot, tensor in enumerate(shown) if not is_copied_on_write(tensor)]
-        written = [slot for slot in touched if not (still_nan[slot] and shares_memory(shown[slot], memory))]
-        for tensor, fresh in zip(self.tensors, self._fresh(), strict=True):
-            tensor.data = fresh
-        for tensor, absent in zip(shown, self.tensors, strict=True):
-            tensor.data = absent
-        return written
 
 
 def _take_back(shown: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[int]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.state import GroupState, Version
-from flatfsdp.torch_private import shares_memory
 
 
 class ComputeShard:
@@ -32,6 +31,7 @@ class ComputeShard:
 
     Attributes:
         tensor: memory of the shard, 1-D, as long as the master shard: the master's own if no cast is needed.
+        has_own_memory: whether it is not the master shard's.
         is_cast_once_a_load: whether writes that are no loads do not count: FP8 weights, built frozen.
     """
 
@@ -41,8 +41,10 @@ class ComputeShard:
         flat, dtype = master.flat, dtype or master.unit.policy.precision.compute
         self.tensor = flat.data
         # An offloaded shard is uploaded even if no cast is needed.
-        if dtype != flat.dtype or master.is_offloaded:
+        needs_own = dtype != flat.dtype or master.is_offloaded
+        if needs_own:
             self.tensor = torch.zeros(flat.shape, dtype=dtype, device=master.device)
+        self.has_own_memory = needs_own and flat.numel() > 0
         self.master = master
         self._state = master.state
         # By local shard, the version that an optimizer has written together with what goes with it.
@@ -57,18 +59,6 @@ class ComputeShard:
         """
         master = self.master  # `master.version` is inlined: asked for often
         return master.generation, -1 if self.is_cast_once_a_load else master.flat._version
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether its memory is not the master shard's."""
-        storage = self.master.flat.untyped_storage()
-        return self.tensor.numel() > 0 and not shares_memory(self.tensor, storage)
-
-    @property
-    def for_optimizer(self) -> Tensor | None:
-        """The shard, if an optimizer may write it along with the master."""
-        # An offloaded master is updated on the host, where this shard is not.
-        return self.tensor if self.has_own_memory and not self.master.is_offloaded else None
 
     @property
     def state(self) -> GroupState:

@@ -7,22 +7,20 @@ Each rank keeps a part of its own values.  Ranks that were seeded differently wo
 several initialisations, and no loss would look wrong.  Values that a load, or anybody else, has replaced
 since do not count, and replicas need no check: they take the first one's values (`make_equal`).
 
-With `sync_module_states` all ranks take the first rank's values, as in DistributedDataParallel.
+With `sync_module_states` all ranks take the first rank's values (`comm/agreement.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.agreement import check_same_on_all_ranks
-from flatfsdp.comm.checking.identity import Identity
+from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import broadcast, raise_to_largest
-from flatfsdp.comm.grid import Grid
-from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.ranks import Ranks, several
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.master import MasterShard
 
@@ -36,31 +34,30 @@ def digest(values: Tensor) -> Tensor:
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
 
-def require_same_first_values(
-    masters: Iterable[tuple[str, MasterShard]], everyone: Sequence[Ranks], identity: Identity | None
-) -> None:
-    """Compares the values that ranks began with.  Collective over `everyone`.
+def require_same_first_values(masters: Sequence[MasterShard]) -> None:
+    """Compares the values that ranks began with.  Collective over all ranks of the model.
 
     Args:
-        masters: the shards of a model, each with the prefix of its parameters' names.
-        everyone: the communicators of the model; all of its ranks raise, or none.
-        identity: identity of the collectives.
+        masters: the shards of a model that is used.
 
     Raises:
         RuntimeError: on all ranks, if a parameter's values differ.
     """
     known_of: dict[Ranks, dict[str, Tensor | None]] = {}
     device = torch.device("meta")
-    for prefix, master in masters:
+    for master in masters:
         device = master.device
         # A write since then may have replaced anything, and the first replica's values all others.
         is_first = master.grid.replicate.rank == 0 and master.is_counted
         digests = master.first_digests if is_first and master.flat._version == master.first_version else {}
         if master.grid.shard.size > 1:
-            of_master = {prefix + slot.name: digests.get(slot) for slot in master.layout.slots}
-            known_of.setdefault(master.grid.shard, {}).update(of_master)
+            prefix, slots = master.unit.prefix, master.layout.slots
+            of_ranks = known_of.setdefault(master.grid.shard, {})
+            of_ranks.update((prefix + slot.name, digests.get(slot)) for slot in slots)
     if not known_of or device.type == "meta":
         return
+    unit, identity = masters[0].unit, masters[0].unit.identify(Action.VALUES)
+    assert unit.shared.identity is not None
     names = [name for known in known_of.values() for name in known]
     # Numbers fall, so that the largest one is that of the first parameter, and all ranks name the same.
     number, nothing = len(names), torch.zeros((), dtype=torch.int64, device=device)
@@ -77,51 +74,23 @@ def require_same_first_values(
         numbers = torch.arange(number, number - len(known), -1, device=device)
         first = first.maximum((numbers * differs).amax())
         number -= len(known)
-    for ranks in everyone:
+    for ranks in unit.shared.identity.communicators:
         with launch(ranks, identity, device):
             raise_to_largest(first, ranks)
     if found := int(first):
         raise RuntimeError(
-            f"parameter {names[len(names) - found]} began with other values on other ranks, and each rank "
-            "shards its own; seed all ranks alike before the model is built, pass sync_module_states=True, "
-            "which takes the first rank's values, or load a checkpoint before the first forward"
+            f"parameter {names[len(names) - found]} began with other values on other ranks; seed all ranks "
+            "alike, pass sync_module_states=True, or load a checkpoint before the first forward"
         )
 
 
 def make_equal(master: MasterShard, identity: Identity | None) -> None:
     """Makes replicas equal, and parameters that all tensor-parallel ranks have whole.  Collective."""
     placement, tensor = master.layout.placement, master.grid.tensor
-    same = [master.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
-    if any(ranks.size > 1 for ranks in same):
+    if same := several([master.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]):
         replica = master.flat.detach().to(master.device)
         for ranks in same:
             declare(ranks, identity, master.device)
             broadcast(replica, ranks)
         master.flat.data.copy_(replica)
         master.count_load()
-
-
-@torch.no_grad()
-def take_from_first_rank(tensors: Mapping[str, Tensor], grid: Grid, device: torch.device) -> None:
-    """Copies the first rank's tensors to all data-parallel ranks, one at a time.  Collective.
-
-    Args:
-        tensors: in CPU memory or on the device, by name.
-        device: device of the communication.
-
-    Raises:
-        RuntimeError: if names, shapes or dtypes differ between ranks; on all ranks.
-    """
-    # Among the ranks of a replica first, and then from the first replica to the others.
-    dimensions = [ranks for ranks in (grid.shard, grid.replicate) if ranks.size > 1]
-    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    check_same_on_all_ranks(lines, dimensions, device)
-    if device.type == "meta":
-        return
-    for tensor in filter(torch.numel, tensors.values()) if dimensions else ():
-        moved = tensor.detach().to(device).contiguous()
-        for ranks in dimensions:
-            # As bytes: gloo does not support all dtypes of buffers.
-            broadcast(moved.view(-1).view(torch.uint8), ranks)
-        if moved.data_ptr() != tensor.data_ptr():
-            tensor.copy_(moved)

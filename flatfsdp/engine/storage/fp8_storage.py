@@ -54,11 +54,6 @@ class FP8Shard(ComputeShard):
         self._runs = [(p.shard_offset, p.shard_stop, amax) for p, amax in zip(pieces, amaxes, strict=False)]
         self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
 
-    @property
-    def for_optimizer(self) -> None:
-        """None: the scales come from the amaxes of all ranks, which are known after the optimizer's step."""
-        return None
-
     def measure(self) -> None:
         """Takes the amaxes of this rank's pieces, unless the optimizer has done it."""
         if self.state.is_measured:
@@ -137,7 +132,7 @@ class FP8Weights(Operands):
         # Refilling the memory must not look to autograd like a write to what it has saved.
         columnwise, targets = (
             [view.view(view.shape[::-1]) for view in (run.view_of(flat) for run in layout.runs)]
-            for flat in (self.columnwise.alias(), self.columnwise.tensor)
+            for flat in (self.columnwise.tensor.data, self.columnwise.tensor)
         )
         self._to_transpose = list(zip(rowwise, targets, strict=True))
         self.columnwise.free()
@@ -188,7 +183,3 @@ class FP8Weights(Operands):
             self._state.changes += 1
             self._state.has_transposes = False
             self.columnwise.free()
-
-    def stay(self) -> None:
-        """Keeps the memory of the transposes for good, at one address."""
-        self.columnwise.stay()

@@ -18,12 +18,11 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.flat_shard import GradAt
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.storage.shard_grad import ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import UNREDUCED, reduced_grad
-from flatfsdp.optim.clip import identity_of_norm, norm_over, pipeline_of, require_same_grid, widest
+from flatfsdp.optim.clip import identity_of_norm, norm_over, norms_of, pipeline_of, require_same_grid, widest
 from flatfsdp.optim.piece_norms import InPieces, PieceNorms
 
 _OfMaster = tuple[MasterShard, ShardGrad]
@@ -65,10 +64,7 @@ class NormsOverRanks:
             self._answered += 1
             return answer[1]
         if any(each.stages.size > 1 for each in self._masters):
-            raise RuntimeError(
-                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
-                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
-            )
+            raise RuntimeError("one stage has no norm of the model; use flatfsdp.parallel.clip_grad_norm_")
         require_same_grid(each.grid for each in self._masters)
         master = self._references[grad.place.shard.number]()
         if master is None:
@@ -123,22 +119,8 @@ class NormsOverRanks:
         if masters[0].unit.policy.lanes is not None:
             of_pieces = PieceNorms(list(starmap(_in_pieces, gradients)), dtype, device, norm_type)
             return list(torch._foreach_norm(of_pieces.over_ranks(identity), norm_type))
-        norms = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
-        # Some norms of an empty tensor are not zero.
-        counted = [n for n, part in enumerate(parts) if part.numel() and masters[n].is_counted]
-        if counted:
-            local = torch._foreach_norm([parts[n] for n in counted], norm_type, dtype=dtype)
-            for index, norm in zip(counted, local, strict=True):
-                norms[index] = norm.to(device)
-        by_partners: dict[tuple[Ranks, ...], list[int]] = {}
-        for index, master in enumerate(masters):
-            by_partners.setdefault(master.grid.partners, []).append(index)
-        for partners, indices in by_partners.items():
-            own = torch.stack([norms[index] for index in indices])
-            over_ranks = norm_over(partners, own, norm_type, identity).unbind()
-            for index, norm in zip(indices, over_ranks, strict=True):
-                norms[index] = norm
-        return norms
+        places = [(master.grid.partners, master.is_counted) for master in masters]
+        return norms_of(parts, places, device, norm_type, identity)
 
 
 def _in_pieces(master: MasterShard, grad: ShardGrad) -> InPieces:

@@ -17,9 +17,9 @@ A group's parameters are in one of three states:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,14 +43,20 @@ from flatfsdp.flat.layout import Role
 from flatfsdp.options import Division
 from flatfsdp.torch_private import shares_memory
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class KeptSums(NamedTuple):
-    """Memory at fixed addresses for `partial_grad` and `block_grad` of a group; None for what has none."""
+@dataclass(eq=False)
+class RunningSum:
+    """A sum of gradients that passes from one backward of a step to the next.
 
-    partial: Tensor | None
-    block: Tensor | None
+    Attributes:
+        so_far: the sum; None if this step has not begun one.
+        memory: where it is to be; None if that has no fixed address of its own.
+    """
+
+    so_far: Tensor | None = None
+    memory: Tensor | None = None
 
 
 def settle(groups: Iterable[FlatGroup]) -> None:
@@ -78,12 +84,11 @@ class FlatGroup:
         gathered_bytes: number of bytes that this rank receives in a gather.
         operands: what GEMMs read of the gathered parameters.
         main_grad: accumulated gradients; None as long as the group has not been trained.
-        partial_grad: sum that this step's earlier backwards have reduced, as long as the master shard, or
-            with lanes and replicas a part of it; None if there is none.  The last backward adds its own, and
-            the sum is then reduced across replicas.
+        partial_grad: what this step's earlier backwards have reduced, as long as the master shard, or with
+            lanes and replicas a part of it.  The last backward adds its own, and the sum is then reduced
+            across replicas.
         block_grad: with lanes, the sum of a block whose lanes this step has not all reduced yet.
         kept_grad: memory of the reduced gradient, if that has a fixed address.
-        kept_sums: memory of `partial_grad` and `block_grad`, if that has fixed addresses of its own.
         built_frozen: whether the group was frozen when it was built.
         division: divisors of gradients before and after the sum over ranks; None for the mean.
         params: the tensors that the module has, as `Leaves` or `Views`.
@@ -96,10 +101,8 @@ class FlatGroup:
         self.binding = binding
         self.layout = binding.layout
         self.division: Division | None = None
-        self.partial_grad: Tensor | None = None
-        self.block_grad: Tensor | None = None
+        self.sums = self.partial_grad, self.block_grad = RunningSum(), RunningSum()
         self.kept_grad: KeptGrad | None = None
-        self.kept_sums: KeptSums | None = None
         self._gathered: torch.cuda.Event | None = None
 
         policy, num_shards, originals = unit.policy, self.grid.shard.size, binding.parameters()
@@ -120,7 +123,7 @@ class FlatGroup:
             numel, device = self.layout.padded_numel(num_shards), self.master.device
             self.buffer = FlatBuffer(numel, unsharded.dtype, device, poison=policy.debug.poison_on_free)
             # With a version counter of its own: a gather must not look to autograd like a write.
-            unsharded = self.buffer.alias()
+            unsharded = self.buffer.tensor.data
         # Its own shard is here already.
         self.gathered_bytes = shard.tensor.nbytes * (num_shards - 1)
         self._unsharded = unsharded.untyped_storage()
@@ -185,8 +188,7 @@ class FlatGroup:
         """
         if self.compute_shard.version != version:
             raise RuntimeError(
-                f"the parameters of unit {self.name} changed between this forward and its backward (by a "
-                "step, a load, a write); run the backward before the change, or the forward again after it"
+                f"the parameters of unit {self.name} changed between this forward and its backward; redo both"
             )
 
     def allocate(self) -> bool:
@@ -254,12 +256,12 @@ class FlatGroup:
     @property
     def trains(self) -> bool:
         """Whether some parameter requires a gradient now."""
-        return any(map(_REQUIRES_GRAD, self.master.parameters))
+        return any(map(REQUIRES_GRAD, self.master.parameters))
 
     @property
     def flags(self) -> Sequence[bool]:
         """For each slot, whether its parameter requires a gradient now."""
-        return self.master.per_slot(list(map(_REQUIRES_GRAD, self.master.parameters)))
+        return self.master.per_slot(list(map(REQUIRES_GRAD, self.master.parameters)))
 
     def train(self, wanted: Sequence[bool]) -> None:
         """Trains or freezes the parameter of each slot from now on."""
@@ -323,17 +325,19 @@ class FlatGroup:
     def keep_sums(self) -> None:
         """Gives the sums that pass from backward to backward fixed addresses, for good."""
         dtype, device = self.unit.policy.precision.accumulate, self.master.device
-        memory = (
-            torch.empty(numel, dtype=dtype, device=device) if numel else None
-            for numel in self.lengths_of_sums
-        )
-        self.kept_sums = self.kept_sums or KeptSums(*memory)
+        for each, numel in zip(self.sums, self.lengths_of_sums, strict=True):
+            if numel and each.memory is None:
+                each.memory = torch.empty(numel, dtype=dtype, device=device)
 
     def end_step(self) -> None:
         """Drops what belongs to the step that ends, reduced or abandoned; what was reduced is handed over."""
+        state = self.state
+        # A loop ends a step even where nothing has begun: once more for each step.
+        if not (state.takes_part or state.flags_changed or state.written or state.used):
+            return
         if self.main_grad is not None:
             self.main_grad.end_step()
-        self.partial_grad = self.block_grad = None
+        self.partial_grad.so_far = self.block_grad.so_far = None
         self.master.marks.stop()
         self.state.end_step()
 

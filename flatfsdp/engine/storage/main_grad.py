@@ -62,10 +62,8 @@ class MainGrad:
         self.stays = self._is_lent = False
         # The buffer and its views that are there while nothing is accumulated.
         self._at_rest: tuple[Tensor | None, list[Tensor], list[Tensor]] = (None, [], [])
-        self.tensor: Tensor | None
-        self._views: list[Tensor]
-        self._pack_views: list[Tensor]
-        self.tensor, self._views, self._pack_views = self._at_rest
+        self.tensor: Tensor | None = None
+        self._views, self._pack_views = self._at_rest[1:]
         self._exposed: Sequence[Tensor] = ()
 
     @property
@@ -142,10 +140,8 @@ class MainGrad:
             TypeError: if it is sparse.
         """
         if grad.layout is not torch.strided:
-            raise TypeError(
-                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
-                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
-            )
+            name = self._layout.slots[index].name
+            raise TypeError(f"parameter {name} got a {grad.layout} gradient; build its layer without sparse")
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
             # One gradient a slot can wait, and the earlier one is added first.
@@ -213,9 +209,15 @@ class MainGrad:
         self._is_lent = self.stays
         return tensor
 
-    def give_back(self) -> None:
-        """Notes that the reduction which was handed the buffer has ended, for all that is launched later."""
+    def end_backward(self) -> None:
+        """Settles what has landed; a reduction that was handed the buffer has ended for later launches."""
         self._is_lent = False
+        if self._state.takes_part:
+            # Small gradients wait for each other, but not for those of the next microbatch.
+            self.flush()
+        elif self.holds_gradients:
+            # A layer wrote the gradient of a parameter that was frozen after the forward.
+            self.drop()
 
     def drop(self) -> None:
         """Drops the gradients, and the buffer unless it stays."""
@@ -228,10 +230,7 @@ class MainGrad:
     def end_step(self) -> None:
         """Drops what a step has left behind, so that the next one does not add to it."""
         if any(self._state.written):
-            logger.warning(
-                "dropped gradients of a step that was never reduced (its last backward failed, or was "
-                "not marked as the last one)"
-            )
+            logger.warning("dropped gradients of a step that was never reduced: it had no last backward")
         if self.holds_gradients:
             self.drop()
         self._is_lent = False

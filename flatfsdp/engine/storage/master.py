@@ -14,7 +14,7 @@ An empty one stands where its parameter would be, so starts ascend in the order 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -25,11 +25,12 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.ranks import ALONE
-from flatfsdp.contract import claimed, flat_shard, main_grad, operand, whole_shape
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.flat_shard import GradAt
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
+from flatfsdp.contract.users_own import users_own
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.shard_grad import Published, ShardGrad, ShardInModel, plain
 from flatfsdp.engine.storage.state import GroupState, UnitMember, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks, reduced_grad
@@ -39,28 +40,7 @@ from flatfsdp.torch_private import uses_of_memory
 T = TypeVar("T")
 
 
-def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
-    """Raises ValueError, on every rank, if shards are spread over different numbers of ranks.
-
-    In that case groups of ranks may have parameters of their own under the same names (experts).
-    """
-    sizes = sorted({master.grid.num_ranks for master in masters})
-    if len(sizes) > 1:
-        raise ValueError(
-            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, and {doing} would "
-            "keep one group's parameters; use checkpoint.local_state_dict, or treat such units by themselves"
-        )
-
-
 _ADDRESS = Tensor.data_ptr
-
-_OF_ONE_TENSOR = {
-    each.name
-    for contract in (claimed, flat_shard, main_grad, operand, whole_shape)
-    for each in vars(contract).values()
-    if isinstance(each, Attribute)
-}
-"""Attributes that the engine and layers set on one tensor, and that do not hold for its replacement."""
 
 
 class LocalShard(NamedTuple):
@@ -96,6 +76,7 @@ class MasterShard:
         first_digests: by slot, the digest of the values that it began with, until they are replaced or
             compared (`first_values.py`).
         first_version: version of `flat` that stands for no write by others; loads of state dicts raise it.
+        published: returns the reduced gradient, as long as a part of it is still there.
         is_average: whether it holds an average for now, inside `EMA.averaged`.
     """
 
@@ -112,7 +93,8 @@ class MasterShard:
         self.first_digests: dict[ParamSlot, Tensor] = {}
         self.first_version = 0
         self.is_average = False
-        self._published: weakref.ref[Published] | None = None
+        # Weak, so that zeroing the gradients of all local shards frees the memory.
+        self.published: Callable[[], Published | None] = lambda: None
 
         precision, trains = unit.policy.precision, originals[0].requires_grad
         # To what is built frozen nothing is added, so values in the compute dtype need no wider copy.
@@ -120,12 +102,8 @@ class MasterShard:
         dtype = precision.compute if is_narrow else precision.param
         self.grad_dtype = precision.grad or dtype
         is_offloaded, device = unit.policy.cpu_offload, self.device
-        shard = torch.zeros(
-            layout.shard_numel(self.grid.shard.size),
-            dtype=dtype,
-            device="cpu" if is_offloaded else device,
-            pin_memory=is_offloaded and device.type == "cuda",
-        )
+        numel, pins = layout.shard_numel(self.grid.shard.size), is_offloaded and device.type == "cuda"
+        shard = torch.zeros(numel, dtype=dtype, device="cpu" if is_offloaded else device, pin_memory=pins)
         self.flat = nn.Parameter(shard, requires_grad=trains)
         for slot, original in zip(layout.slots, originals, strict=True):
             self.load(slot, original.detach())
@@ -136,7 +114,7 @@ class MasterShard:
         self._empty = [parameter for parameter in self.parameters if not parameter.numel()]
         self._with_memory = [self.flat, *(parameter for parameter in self.parameters if parameter.numel())]
         self._addresses = list(map(_ADDRESS, self._with_memory))
-        # How `_parts` splits a gradient: into gaps and local shards in turn, a gap first, but no empty gaps.
+        # `add_grad` splits a gradient into gaps and local shards in turn, a gap first, but no empty gaps.
         edges = [0, *(edge for _, *both in self.local_shards for edge in both), self.flat.numel()]
         lengths = [stop - start for start, stop in pairwise(edges)]
         kept = [number for number, length in enumerate(lengths) if length or number % 2]
@@ -155,9 +133,8 @@ class MasterShard:
             # A slice of a detached tensor shares the version counter, so its updates are noticed.
             parameter = nn.Parameter(self.flat.detach()[start:stop], original.requires_grad)
             # Tensor-parallel marks are kept, too: other libraries read them from what the optimizer has.
-            users_own = {name: each for name, each in vars(original).items() if name not in _OF_ONE_TENSOR}
-            vars(parameter).update(users_own)
-            whole_shape.WHOLE_SHAPE.leave(parameter, slot.whole_shape)
+            vars(parameter).update(users_own(original))
+            WHOLE_SHAPE.leave(parameter, slot.whole_shape)
             found.append(LocalShard(parameter, start, stop))
         return found
 
@@ -254,29 +231,24 @@ class MasterShard:
             return None
         if ranks.size == 1:
             return own.clone()
-        is_given = not rank0_only or ranks.rank == 0
+        is_given, identity = not rank0_only or ranks.rank == 0, self.unit.identify(Action.SHOW)
         full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
-        identity = self.unit.identify(Action.SHOW)
-        if rank0_only:
+        if full is None or rank0_only:
             declare(ranks, identity, self.device)
             gather(full, own, ranks)
         else:
-            assert full is not None
             with launch(ranks, identity, self.device):
                 all_gather(full, own, ranks)
         return full
 
     def store(self, full: Tensor) -> None:
         """Stores this rank's part of a whole padded buffer."""
-        self._store(full[self.start : self.start + self.flat.numel()])
+        self.flat.detach().copy_(full[self.start : self.start + self.flat.numel()])
+        self.loaded()
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """Stores this rank's part of the first rank's whole buffer.  Collective; see `store`."""
-        self._store(self.scattered(full, self.flat.dtype))
-
-    @torch.no_grad()
-    def _store(self, own: Tensor) -> None:
-        self.flat.copy_(own)
+        self.flat.detach().copy_(self.scattered(full, self.flat.dtype))
         self.loaded()
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -291,11 +263,6 @@ class MasterShard:
         declare(self.grid.replicate, self.unit.identify(Action.STORE), self.device)
         broadcast(own, self.grid.replicate)
         return own
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this is the first of the ranks that share the parameters."""
-        return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
 
     @property
     def is_counted(self) -> bool:
@@ -322,11 +289,6 @@ class MasterShard:
         """The same gradients without their places."""
         return [grad for _, grad in self.grads_at]
 
-    @property
-    def published(self) -> Published | None:
-        """The reduced gradient, as long as a part of it is still there."""
-        return None if self._published is None else self._published()
-
     def joint_grad(self, first: int, last: int, *, empty: bool = False) -> Published | None:
         """The gradient of the whole shard, if local shards [first, last) all have their parts of it.
 
@@ -338,7 +300,7 @@ class MasterShard:
             last: number of the local shard after the last one.
             empty: whether local shards without elements count, which are others on each rank.
         """
-        published, attribute = self.published, self.grad_attribute
+        published, attribute = self.published(), self.grad_attribute
         if published is None:
             return None
         for index in range(first, last):
@@ -372,47 +334,41 @@ class MasterShard:
             added = grad.numel()
         else:
             published = Published(grad, set(range(len(self.local_shards))))
-            # Weak, so that zeroing the gradients of all local shards frees the memory.
-            self._published = weakref.ref(published)
+            self.published = weakref.ref(published)
         # Before anything is set: what autograd has brought is in the same `.grad`.
         autograds = self.marks.take_autograds()
         if not published.idle and not autograds:
             return added
         if autograds and self.unit.policy.lanes is not None:
             raise RuntimeError(
-                "a penalty on model.parameters() has a gradient of its own on each rank, which lanes would "
-                "add as often as this rank has microbatches; compute it inside the model's forward, or use "
-                "weight_decay"
+                "a penalty on model.parameters() has a gradient of its own, which lanes would add once a "
+                "microbatch; compute it inside the model's forward, or use weight_decay"
             )
-        parts = zip(self.parameters, self._parts(published.flat), self.marks.places, used, strict=True)
-        for index, (parameter, part, place, is_used) in enumerate(parts):
+        # An empty part shares the version counter, too, so that all ranks notice the same writes.
+        split = published.flat.split_with_sizes(self._lengths)
+        parts = [split[number] for number in self._numbers]
+        places = zip(self.parameters, parts, self.marks.places, used, strict=True)
+        for index, (parameter, part, place, is_used) in enumerate(places):
             if index in autograds:
                 # From a penalty on this rank's part of the parameter: it is not to be a mean over ranks.
                 part.add_(plain(autograds[index]))
             if index not in published.idle:
                 continue
-            present = reduced_grad(parameter, attribute)
-            if isinstance(present, ShardGrad) and present.is_untouched_zero:
-                present = None
+            old = reduced_grad(parameter, attribute)
+            # Zeros to which nobody has written but to zero them.
+            if isinstance(old, ShardGrad) and old.stands_for_none and old._version == old.zeroings:
+                old = None
                 attribute.leave(parameter, None)
-            if present is not None:
+            if old is not None:
                 # The user's own memory.
                 published.idle.discard(index)
                 if is_used:
-                    attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
+                    attribute.leave(parameter, ShardGrad.of(plain(old).add_(part), place))
                     added += part.numel()
             elif is_used:
                 published.idle.discard(index)
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
         return added
-
-    def _parts(self, grad: Tensor) -> list[Tensor]:
-        """The elements of each local shard.
-
-        An empty part shares the version counter of `grad`, too, so that all ranks notice the same writes.
-        """
-        parts = grad.split_with_sizes(self._lengths)
-        return [parts[number] for number in self._numbers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients."""

@@ -7,11 +7,10 @@ Next: `optim/fused.py` steps neighbouring local shards as one, and writes the co
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.attribute import LeftOut
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved, Pieces
 from flatfsdp.engine.storage.group import FlatGroup
 
@@ -24,7 +23,7 @@ def attach_targets(group: FlatGroup) -> None:
         VIEWED_SHARD.leave(parameter, viewed)
 
 
-class ShardTarget:
+class ShardTarget(LeftOut):
     """Elements [start, stop) of one group's master shard, as a `FlatShard`.
 
     Attributes:
@@ -54,10 +53,9 @@ class ShardTarget:
     @property
     def pieces(self) -> Pieces | None:
         """Pieces of the buffer, with lanes; see `FlatShard`."""
-        master = self.group.master
-        if self.group.unit.policy.lanes is None:
-            return None
-        return Pieces(master.in_model, master.start + self._start, master.layout.bounds)
+        master, lanes = self.group.master, self.group.unit.policy.lanes
+        start = master.start + self._start
+        return None if lanes is None else Pieces(master.in_model, start, master.layout.bounds)
 
     @property
     def moved(self) -> Moved | None:
@@ -67,17 +65,17 @@ class ShardTarget:
     @property
     def compute(self) -> Tensor | None:
         """The compute shard that an optimizer may write; None if there is none of its own."""
-        shard = self.group.compute_shard.for_optimizer
-        return None if shard is None else shard[self._start : self._stop]
+        shard, is_offloaded = self.group.compute_shard, self.group.master.is_offloaded
+        # An offloaded master is updated on the host, where this shard is not.  FP8 scales come from amaxes of
+        # all ranks, which are known after the optimizer's step.
+        if is_offloaded or not shard.has_own_memory or shard.tensor.dtype.itemsize == 1:
+            return None
+        return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         """Runs of elements whose amax is wanted, each with the tensor to put it in; see `FlatShard`."""
         # A weight is in one local shard: those are cut between weights.
         return self.group.compute_shard.amaxes_of(self._start, self._stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles and copies as nothing: a copy of the parameter is an ordinary one."""
-        return type(None), ()
 
     def cast_done(self) -> None:
         """Notes that the parameter, `compute` and the amaxes have been written from the same values."""
@@ -85,7 +83,7 @@ class ShardTarget:
             self.group.compute_shard.elements_done(self._start, self._stop)
 
 
-class GroupViews:
+class GroupViews(LeftOut):
     """The master shard of a group as a `ViewedShard`: several parameters, one for each slot.
 
     Attributes:
@@ -99,19 +97,10 @@ class GroupViews:
         self.flat, self.views, self.joint_grad = master.flat, master.local_shards, master.joint_grad
 
     @property
-    def model(self) -> object:
-        """The same object for all shards of a model; None before the model is used."""
-        return self._group.master.in_model.answers
-
-    @property
-    def number(self) -> int:
-        """Number of the shard in its model; 0 before the model is used."""
-        return self._group.master.in_model.number
+    def place(self) -> tuple[object, int]:
+        """The same object for all shards of a model, and the number of the shard in it."""
+        return self._group.master.in_model.answers, self._group.master.in_model.number
 
     def joined(self, start: int, stop: int) -> FlatShard:
         """The target of neighbouring local shards together."""
         return ShardTarget(self._group, start, stop)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles it as a `ShardTarget`."""
-        return type(None), ()

@@ -54,9 +54,6 @@ class Operands:
     def free(self) -> None:
         """Frees the transposes."""
 
-    def stay(self) -> None:
-        """Keeps the memory of the transposes for good, at one address."""
-
 
 class PackedTensors:
     """The packs of one flat group: one tensor each while it trains, and one while it is frozen.

@@ -48,10 +48,7 @@ class ShardInModel:
             RuntimeError: before the model is used.
         """
         if self.answers is None:
-            raise RuntimeError(
-                "a gradient was asked for its norm before the model's first forward, in which ranks agree on "
-                "who has the other parts; run a forward first"
-            )
+            raise RuntimeError("gradients have no norm before the model's first forward; run one first")
         return self.answers
 
 
@@ -124,11 +121,6 @@ class ShardGrad(Tensor):
         grad.place, grad.published = place, published
         return grad
 
-    @property
-    def is_untouched_zero(self) -> bool:
-        """Whether it stands for no gradient, and nobody has written to it but to zero it."""
-        return self.stands_for_none and self._version == self.zeroings
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,8 +128,10 @@ class ShardGrad(Tensor):
             return _norm(func, args[0], args[1:], kwargs)
         if func is torch._foreach_norm:
             return _norms(*args, **kwargs)
-        if func in _EXTREMES:
-            _require_elementwise(func, args, kwargs)
+        if func in _EXTREMES and not any(isinstance(a, Tensor) for a in (*args[1:], kwargs.get("other"))):
+            raise ValueError(
+                f"{func.__name__} of a part: take .grad.norm(torch.inf), or .grad.as_subclass(torch.Tensor)"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
@@ -187,15 +181,6 @@ def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
     return result if source is None else ShardGrad.of(result, source.place)
 
 
-def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError except for `torch.max(grad, other)`."""
-    if not any(isinstance(other, Tensor) for other in (*args[1:], kwargs.get("other"))):
-        raise ValueError(
-            f"{func.__name__} of this rank's part of a gradient; use .grad.norm(torch.inf) for the largest "
-            "magnitude over all ranks, or .grad.as_subclass(torch.Tensor) for this rank's elements"
-        )
-
-
 def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Norm of one whole gradient; for a 1-D tensor, a norm along its dimension is the norm."""
     options = dict(zip(("p", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
@@ -204,9 +189,8 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
     dims = (dim,) if isinstance(dim, int) else dim or ()
     if not norm_type > 0 or any(each not in (0, -1) for each in dims) or options.get("out") is not None:
         raise ValueError(
-            f"{func.__name__} of order {order!r}, dim {dim!r} of a gradient of which this rank has a part: "
-            "norms of positive order of all elements, without out=, are known over all ranks; use "
-            ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
+            f"{func.__name__} of order {order!r}, dim {dim!r}: over all ranks, norms of positive order of "
+            "all elements are known, without out=; .grad.as_subclass(torch.Tensor) is this rank's part, 1-D"
         )
     norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
     norm = norm.to(options.get("dtype") or norm.dtype)

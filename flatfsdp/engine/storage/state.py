@@ -13,10 +13,10 @@ values".  Events and gradients are no facts; they are at the objects that wait f
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -24,7 +24,9 @@ import torch
 
 from flatfsdp.byte_ledger import ByteLedger, Traffic, span
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
@@ -43,6 +45,7 @@ class Shared:
         identity: what collectives of the model carry; None before it is used.
         checks: whether collectives carry it.
         reduces_every: whether each microbatch reduces its gradients; the last one of a step does anyway.
+        gather_stream: stream that gathers parameters; missing before the model is used.
     """
 
     device: torch.device
@@ -52,11 +55,7 @@ class Shared:
     identity: ModelIdentity | None = None
     checks: bool = True
     reduces_every: bool = False
-
-    @cached_property
-    def gather_stream(self) -> SideStream:
-        """The stream that gathers parameters; only a model that is used needs one."""
-        return SideStream(self.device)
+    gather_stream: SideStream = field(init=False, repr=False)
 
 
 @dataclass(eq=False)
@@ -86,6 +85,15 @@ class UnitMember:
         """Counts bytes that the unit moves; returns a context that shows them in a profile by this label."""
         self.shared.ledger.add(kind, nbytes)
         return span(label, self.name, self.shared.microbatch.index, int(nbytes))
+
+    @contextmanager
+    def sending(
+        self, label: str, kind: Traffic, nbytes: float, ranks: Ranks, action: Action, collectives: int = 1
+    ) -> Iterator[None]:
+        """Context of one launch of collectives, which carries this purpose; counts bytes as `moving` does."""
+        identity = self.identify(action)
+        with self.moving(label, kind, nbytes), launch(ranks, identity, self.shared.device, collectives):
+            yield
 
     def landed(self, group: Any, index: int | None) -> None:
         """Called when a gradient of this backward is in `main_grad`.
@@ -184,11 +192,6 @@ class GroupState:
             self.version = version
             self.is_measured = self.is_scaled = self.is_cast = False
         return self
-
-    @property
-    def is_of_a_step(self) -> bool:
-        """Whether there is something that the end of a step has to forget."""
-        return self.takes_part or self.flags_changed or bool(self.written or self.used)
 
     def end_step(self) -> None:
         """Forgets what is true of one step only; `main_grad` has dropped its gradients."""

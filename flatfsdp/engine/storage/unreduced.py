@@ -99,6 +99,7 @@ class UnreducedMarks:
         places: whose gradients those of the parameters are.
         is_on: whether the gradients are watched.
         watched: what is in the `.grad` of each parameter while it is watched.
+        zeroings: how often each was zeroed; empty if all are markers, of which identity tells all.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], shard: ShardInModel, state: GroupState) -> None:
@@ -107,8 +108,7 @@ class UnreducedMarks:
         self.is_on = False
         self._markers: Sequence[Unreduced] = ()
         self.watched: list[Tensor] = []
-        # Empty if only markers are watched.
-        self._zeroings: list[int] = []
+        self.zeroings: list[int] = []
         # Of each gradient that autograd is about to add: was there none before, or the one that is watched?
         self._arriving: dict[int, tuple[bool, bool]] = {}
         self._brought: set[int] = set()
@@ -135,12 +135,7 @@ class UnreducedMarks:
         self.is_on = True
         self.watched = list(map(_GRAD_OF, self.parameters))
         are_markers = all(map(is_, self.watched, self._markers))
-        self._zeroings = [] if are_markers else list(map(_zeroings, self.watched))
-
-    @property
-    def are_all_markers(self) -> bool:
-        """Whether nothing but markers is watched, of which identity tells all."""
-        return not self._zeroings
+        self.zeroings = [] if are_markers else list(map(_zeroings, self.watched))
 
     @property
     def were_zeroed(self) -> bool:
@@ -150,9 +145,9 @@ class UnreducedMarks:
             RuntimeError: if only some of them were.
         """
         # The common case, unchanged markers, without a loop in Python: this runs in every forward.
-        if not self._zeroings and all(map(is_, map(_GRAD_OF, self.parameters), self.watched)):
+        if not self.zeroings and all(map(is_, map(_GRAD_OF, self.parameters), self.watched)):
             return False
-        found = zip(self.parameters, self.watched, self._zeroings or [0] * len(self.watched), strict=True)
+        found = zip(self.parameters, self.watched, self.zeroings or [0] * len(self.watched), strict=True)
         zeroed = [p.grad is not grad or _zeroings(grad) != before for p, grad, before in found]
         if any(zeroed) and not all(zeroed):
             raise RuntimeError(
@@ -167,7 +162,7 @@ class UnreducedMarks:
         for parameter, marker in zip(self.parameters, self._markers, strict=False):
             if parameter.grad is marker:
                 parameter.grad = None
-        self.is_on, self.watched, self._zeroings = False, [], []
+        self.is_on, self.watched, self.zeroings = False, [], []
 
     def autograds(self) -> dict[int, ShardGrad]:
         """Gradients that autograd has made since the last reduction, by the numbers of their parameters."""
@@ -213,8 +208,8 @@ class UnreducedMarks:
         if is_watched and grad is not self.watched[index]:
             # Another object, but not by the user's hand.
             self.watched[index] = grad
-            self._zeroings = self._zeroings or [0] * len(self.watched)
-            self._zeroings[index] = _zeroings(grad)
+            self.zeroings = self.zeroings or [0] * len(self.watched)
+            self.zeroings[index] = _zeroings(grad)
 
 
 def _zeroings(grad: Tensor) -> int:

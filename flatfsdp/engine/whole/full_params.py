@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
 
+from flatfsdp.comm.grid import require_same_ranks
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
-from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import UnitModule
 from flatfsdp.options import Gathering
 
@@ -58,14 +57,14 @@ def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback:
         state.writes.require_none()
     groups = [group for state in fresh for group in state.groups]
     if gathering.rank0_only:
-        require_same_ranks((group.master for group in groups), "gathering to one rank")
+        require_same_ranks((group.grid for group in groups), "gathering to one rank")
     gathered = [_Gathered(group, gathering) for group in groups]
     # Before any module changes: if another rank does something else, it raises, and nothing is to be undone.
     settle(groups)
     for each in gathered:
         each.register()
     for state in fresh:
-        _list_flats(state, are_listed=False)
+        _list_flats(state, False)
         state.is_whole, state.writes_back = True, writeback
     failure: str | None = None
     try:
@@ -85,7 +84,7 @@ def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback:
     finally:
         for state in fresh:
             state.is_whole = state.writes_back = False
-            _list_flats(state, are_listed=True)
+            _list_flats(state, True)
         for group in groups:
             group.params.rebind()
         if writeback and gathered:
@@ -101,13 +100,10 @@ def whole_units(units: Iterable[UnitModule], gathering: Gathering, *, writeback:
                 raise RuntimeError(f"parameters were not written back; the first rank failed: {problem}")
 
 
-def _list_flats(state: Unit, *, are_listed: bool) -> None:
-    """Lets the wrapper that lists flat parameters, if there is one, register them; or have them unlisted."""
+def _list_flats(state: Unit, are_listed: bool) -> None:
+    """Lets the wrapper that lists flat parameters, if there is one, register them, or keep them unlisted."""
     if state.lister is not None and (lister := state.lister()) is not None:
-        places: list[dict[str, Any]] = [lister._parameters, vars(lister)]
-        to, source = places if are_listed else places[::-1]
-        for group in state.groups:
-            to[group.flat_name] = source.pop(group.flat_name)
+        lister.list_flats(are_listed)
 
 
 class _Gathered:

@@ -11,15 +11,12 @@ depended on a run would change the bits of the next one.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.step.unit import Unit
-from flatfsdp.engine.whole.memory import GIB, Size, report_of, sizes_of, units_gathered
+from flatfsdp.engine.whole.memory import GIB, Size, report_of
 from flatfsdp.options import GradSync
 
 logger = logging.getLogger(__name__)
@@ -43,28 +40,15 @@ def chosen_grad_sync(units: Sequence[Unit]) -> GradSync:
     groups = [group for unit in units for group in unit.groups]
     trained = [group.master.flat for group in groups if group.trains and not group.master.is_offloaded]
     moments = [Size(2 * flat.numel(), flat.dtype) for flat in trained]
-    report = report_of(sizes_of(units), moments, units_gathered(units), reduces_every=False)
-    spread = any(spans_hosts(group.grid.shard) for group in groups)
+    report = report_of(units, moments, reduces_every=False)
+    spread = any(group.grid.shard.span_hosts for group in groups)
     limit = (ACROSS_HOSTS if spread else ON_ONE_HOST) * memory
     chosen: GradSync = "every" if report.peak > limit else "last"
-    logger.warning(
-        'grad_sync="auto" has chosen %r: parameters, gradients and optimizer would take up to %.1f GiB with '
-        '"last", and a GPU has %.1f for them',
-        chosen,
-        report.peak / GIB,
-        limit / GIB,
-    )
+    peak, room = report.peak / GIB, limit / GIB
+    logger.warning('grad_sync="auto" has chosen %r: "last" would take %.1f of %.1f GiB', chosen, peak, room)
     return chosen
 
 
 def memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for other devices, whose memory is not only ours."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def spans_hosts(ranks: Ranks) -> bool:
-    """Whether these are on several hosts, by what torchrun has told them; without it they are on one."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if ranks.group is None or not local:
-        return False
-    return len({rank // local for rank in dist.get_process_group_ranks(ranks.group)}) > 1

@@ -127,9 +127,7 @@ _GATHERED = ("flat buffer", "transposed weights")
 def memory_report(root: Root, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
     state = [] if optimizer is None else _state_of(root.groups, optimizer)
-    report = report_of(
-        sizes_of(root.units), state, units_gathered(root.units), reduces_every=root.shared.reduces_every
-    )
+    report = report_of(root.units, state, reduces_every=root.shared.reduces_every)
     pools = [pool.nbytes for pool in root.pools if pool.nbytes]
     if not pools:
         return report
@@ -144,25 +142,17 @@ def units_ahead(prefetch: Prefetch) -> int:
     return max(prefetch.forward, prefetch.backward)
 
 
-def units_gathered(units: Sequence[Unit]) -> int | None:
-    """Number of units gathered beside the running one; None if all stay until the last microbatch."""
-    frees = any(unit.policy.reshard_after_forward for unit in units if unit.groups)
-    return units_ahead(units[0].policy.prefetch) if frees else None
-
-
-def report_of(
-    units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None, *, reduces_every: bool
-) -> MemoryReport:
-    """Makes a report of buffers of these sizes.
+def report_of(units: Sequence[Unit], state: Iterable[Size], *, reduces_every: bool) -> MemoryReport:
+    """Makes a report of a model's buffers.
 
     Args:
-        units: sizes of each unit's groups, the root's own first.
+        units: the units, the root's own first.
         state: sizes of the optimizer's state.
-        ahead: number of units gathered beside the running one; None: all units stay gathered until the last
-            microbatch.
         reduces_every: whether each microbatch reduces its gradients, so that a few units have any.
     """
-    of_units = [*units, [{"optimizer state": size} for size in state]]
+    of_units: list[list[GroupSizes]] = [*sizes_of(units), [{"optimizer state": size} for size in state]]
+    # Otherwise all stay gathered until the last microbatch.
+    frees = any(unit.policy.reshard_after_forward for unit in units if unit.groups)
     rows = []
     for buffer, owner, lives in _BUFFERS:
         found = [[sizes[buffer] for sizes in unit if buffer in sizes] for unit in of_units]
@@ -171,9 +161,9 @@ def report_of(
             of_kind = [[size.nbytes for size in unit if size[1:] == kind] for unit in found]
             each, count = list(map(sum, of_kind)), sum(map(len, of_kind))
             at_a_time = sum(each)
-            if ahead is not None and buffer in _GATHERED and not stays:
+            if frees and buffer in _GATHERED and not stays:
                 # The root's own stay from its forward to its backward.
-                at_a_time = each[0] + largest_window(each[1:], ahead)
+                at_a_time = each[0] + largest_window(each[1:], units_ahead(units[0].policy.prefetch))
             if buffer == "main_grad" and reduces_every:
                 # Those under way, and those of the unit whose backward runs.
                 at_a_time = largest_window(each, MAX_IN_FLIGHT)
@@ -208,9 +198,10 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
             others = padded - master.flat.numel()
             sizes["rows of lanes"] = Size(others, group.unit.policy.precision.reduce, placement)
-        for name, length in zip(("partial gradient", "sum of a block"), group.lengths_of_sums, strict=True):
+        names = ("partial gradient", "sum of a block")
+        for name, length, each in zip(names, group.lengths_of_sums, group.sums, strict=True):
             if length:
-                sizes[name] = Size(length, dtype, placement, group.kept_sums is not None)
+                sizes[name] = Size(length, dtype, placement, each.memory is not None)
         if not master.is_offloaded:
             kept, numel = group.kept_grad is not None, master.flat.numel()
             sizes["reduced gradient"] = Size(numel, master.grad_dtype, placement, kept)

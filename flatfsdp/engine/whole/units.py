@@ -68,13 +68,14 @@ def root_of(module: UnitModule) -> Root:
 def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     """Makes the root of these units, the outermost one first; see `root_of`."""
     outermost, groups = units[0], [group for unit in units for group in unit.groups]
-    lines = [line for group in groups for line in _described(group)]
+    lines = []
+    for group in groups:
+        described = group.layout.described(group.flags, with_placement=group.grid.tensor.size > 1)
+        lines += [f"{group.name}: {line}" for line in (*described, group.unit.policy)]
     shared, policy = outermost.shared, outermost.policy
     grad_sync = chosen_grad_sync(units)
     if policy.grad_sync == "auto":
-        lines.append(
-            f'grad_sync="auto" has chosen {grad_sync!r}; if GPUs have different memory, choose yourself'
-        )
+        lines.append(f"grad_sync has chosen {grad_sync!r}; if GPUs have different memory, choose yourself")
     # Before the communicators below, which ranks with other models would make in other orders, and hang.
     number = check_same_on_all_ranks(lines, outermost.grid.dimensions, shared.device, policy.timeout)
     if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
@@ -82,18 +83,12 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
         number = 0
     wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in units)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
-        raise ValueError(
-            "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use those of "
-            "flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
-        )
-    settings = [_settings_of_the_model(unit) for unit in units]
-    for unit, own in zip(units, settings, strict=True):
-        for what, mine in settings[0].items():
-            if own[what] != mine:
-                raise ValueError(
-                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own[what]!r}; "
-                    "pass the same to both"
-                )
+        raise ValueError("fp8_weights: no layer has a weight that only FP8 GEMMs read; use flatfsdp.layers")
+    of_root = _settings_of_the_model(outermost)
+    for unit in units:
+        for what, own in _settings_of_the_model(unit).items():
+            if own != (mine := of_root[what]):
+                raise ValueError(f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own!r}")
     # Without sharding there is no shard to keep a sum in.
     shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
     return Root(units, number)
@@ -107,23 +102,6 @@ def _settings_of_the_model(unit: DrivenUnit) -> dict[str, Any]:
         # A turn is one lane of each rank, for all units alike.
         settings["mesh"] = unit.grid.replicate.name, unit.grid.shard.name
     return settings
-
-
-def _described(group: FlatGroup) -> Iterator[str]:
-    """Describes the geometry, one line a parameter or pack, equal on all ranks if the model is sound."""
-    for slot, trains in zip(group.layout.slots, group.flags, strict=True):
-        kind = "trained" if trains else "frozen"
-        role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
-        place = f"{list(slot.shape)} at {slot.offset}{role}"
-        if group.grid.tensor.size > 1:
-            place += f", {slot.placement.value}"
-        if slot.partition is not None:
-            place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
-        yield f"{group.name}: {kind} {slot.name} {place}"
-    for pack in group.layout.packs:
-        parts = " + ".join(slot.name for slot in group.layout.slots[pack.first : pack.last])
-        yield f"{group.name}: one operand {pack.name} {list(pack.shape)} of {parts}"
-    yield f"{group.name}: {group.unit.policy}"
 
 
 Model = nn.Module | Sequence[nn.Module]
@@ -166,9 +144,8 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     for stage in stages_of(model):
         if not (found := distinct_units(stage)):
             raise ValueError(f"{type(stage).__name__} contains no unit of FlatFSDP; shard or wrap it first")
-        for unit, prefix in found.items():
-            # A unit of two stages has its first name.
-            units.setdefault(unit, prefix)
+        # A unit of two stages has its first name.
+        units |= {unit: prefix for unit, prefix in found.items() if unit not in units}
     for unit in units:
         root_of(unit)
     return [(prefix, group) for unit, prefix in units.items() for group in unit.fsdp_state.groups]

@@ -288,8 +288,8 @@ class _Run:
     def _named(self) -> Iterator[tuple[Tensor, str]]:
         for group in self._root.groups if self._model.fsdp_state.is_used else ():
             yield from ((tensor, name) for name, tensor in buffers_of(group))
-            if group.partial_grad is not None:
-                yield group.partial_grad, GRADIENT
+            if group.partial_grad.so_far is not None:
+                yield group.partial_grad.so_far, GRADIENT
 
 
 def _difference(held: Counter[Hashable], before: Counter[Hashable]) -> Counter[Hashable]:

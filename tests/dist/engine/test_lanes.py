@@ -278,6 +278,6 @@ def test_what_lanes_move() -> None:
         ledger.reset()
         backward(model, [microbatch(turns_of, number) for number in model.microbatch_numbers(8)])
         assert ledger.bytes["reduce"] == 4 * (4 * padded // 2)
-        assert all(group.partial_grad is None and group.block_grad is None for group in groups_of(model))
+        assert all(each.so_far is None for group in groups_of(model) for each in group.sums)
         for parameter in model.parameters():
             parameter.grad = None

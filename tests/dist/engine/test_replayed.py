@@ -281,10 +281,10 @@ def test_recordings_go_before_a_process_group_does(rank: int) -> None:
         step = replayed(model, case.microbatch(model))
         run_steps(model, step, rank)
         recording = next(seen.recording for seen in step._seen.values())
-        assert recording is not None and recording._graph._calls
+        assert recording is not None and recording.graph._calls
         dist.barrier()
         dist.destroy_process_group(group)
-        assert not step._seen and not recording._graph._calls
+        assert not step._seen and not recording.graph._calls
 
 
 @pytest.mark.parametrize("backwards", [1, 2])

@@ -17,6 +17,7 @@ from flatfsdp import Precision
 from flatfsdp.engine.storage import grad_norms
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import named_groups
+from flatfsdp.optim import clip
 from tests.support.against_plain import average
 from tests.support.models import backward, build, data, grads_of, plain_net, same, update
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -40,13 +41,14 @@ def trained(rank: int, world_size: int, **options: Any) -> tuple[Any, Parameters
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records how many numbers each collective of norms has."""
     counts: list[int] = []
-    norm_over = grad_norms.norm_over
+    norm_over = clip.norm_over
 
     def counting(partners: Any, norm: Tensor, *rest: Any) -> Tensor:
         counts.append(norm.numel())
         return norm_over(partners, norm, *rest)
 
-    monkeypatch.setattr(grad_norms, "norm_over", counting)
+    for module in (clip, grad_norms):
+        monkeypatch.setattr(module, "norm_over", counting)
     return counts
 
 

@@ -268,7 +268,7 @@ def watch_gradients(noted: list[tuple[int, int]], stage: Any, _inputs: Any, outp
 
     def note(_: Tensor) -> None:
         buffers = [tensor for group in groups for name, tensor in buffers_of(group) if name == "main_grad"]
-        sums = [group.partial_grad for group in groups if group.partial_grad is not None]
+        sums = [group.partial_grad.so_far for group in groups if group.partial_grad.so_far is not None]
         noted.append(
             (sum(allocated(each.nbytes) for each in buffers), sum(allocated(each.nbytes) for each in sums))
         )

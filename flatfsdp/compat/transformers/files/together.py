@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from flatfsdp.comm.grid import require_same_ranks
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup, settle
-from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.engine.whole.units import UnitModule, named_groups, units_in
 
 
@@ -46,7 +46,7 @@ def begin_together(model: nn.Module, doing: str) -> tuple[Unit, list[FlatGroup]]
     if state.grid.tensor.size > 1:
         raise ValueError(f"{doing} of a tensor-parallel model is not supported; use flatfsdp.checkpoint")
     groups = [group for _, group in named_groups(model)]
-    require_same_ranks((group.master for group in groups), doing)
+    require_same_ranks((group.grid for group in groups), doing)
     settle(groups)
     return state, groups
 
