@@ -120,10 +120,12 @@ class Reducer:
         """Warns once if a unit has held up many others, whose reductions then overlap with no computation."""
         if held > MAX_IN_FLIGHT and not self._has_warned:
             self._has_warned = True
-            message = (
-                "the gradients of unit %s landed after those of %d units, or not at all, and held them up"
+            logger.warning(
+                "the gradients of unit %s landed after those of %d units, or not at all, and held them up: "
+                "units are reduced in the reverse of their registration; register modules as they run",
+                self._order[first][0].name,
+                held,
             )
-            logger.warning(f"{message}; register modules as they run", self._order[first][0].name, held)
 
     def finish(self) -> list[Reduced]:
         """Reduces what is left; returns the gradients that are reduced for good."""
@@ -134,7 +136,10 @@ class Reducer:
         for groups in self._order:
             late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if late and late[0].unit.policy.lanes is not None:
-                raise RuntimeError(f"with lanes, checkpoint unit {late[0].name} with use_reentrant=False")
+                raise RuntimeError(
+                    f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
+                    "lanes add all of a lane at once; pass use_reentrant=False"
+                )
             self._launch(late)
         if not self._shared.microbatch.is_last:
             # The last ones run beside the next forward, which needs nothing of them.
