@@ -248,10 +248,9 @@ class _RankTime:
         first = root.gather + (inner[0].gather if inner else 0.0)
         first += sum(max(0.0, b.gather - a.forward) for a, b in pairwise(inner))
         again = sum(max(0.0, a.gather - b.backward) for a, b in pairwise(inner))
-        # The last reductions run beside the next forward.  After the last backward `once` counts them.
+        # A backward waits for its own last reductions.  After the last backward `once` counts them.
         early = [unit.reduce_early for unit in inner]
-        after = root.reduce_early + sum(early[:1]) - sum(unit.forward for unit in units)
-        exposed = self._not_hidden(inner, early) + max(0.0, after)
+        exposed = self._not_hidden(inner, early) + root.reduce_early + sum(early[:1])
         last = self._not_hidden(inner, [unit.reduce for unit in inner])
         return (count * (first + again) if frees else first) + (count - 1) * exposed + last
 

@@ -266,8 +266,6 @@ class Replayed(Generic[P, R]):
         remaining = iter(inputs)
         args, kwargs = tree_map_only(Tensor, lambda _: next(remaining), arguments)
         found, seen.outputs = tree_flatten(self._microbatch(*args, **kwargs))
-        # A graph ends once all its streams have joined.
-        root_of(self._model).reducer.wait()
         return [each.detach() if isinstance(each, Tensor) else each for each in found]
 
     def _number(self, key: Key) -> int:
@@ -309,8 +307,6 @@ def _begin(root: Root, scalings: Sequence[Scaling], action: Action, number: int)
         action: which of the three it is, for the check against other ranks.
         number: number of the recording, the same on all ranks.
     """
-    # Of an eager microbatch outside: a replay knows nothing of what is under way.
-    root.reducer.wait()
     microbatch, scales = root.microbatch, root.shared.scales
     is_first, reduces = microbatch.index == 0, root.reduces
     # Under ZeRO-2, ranks may have different numbers of microbatches between.

@@ -141,19 +141,11 @@ class Reducer:
                     "lanes add all of a lane at once; pass use_reentrant=False"
                 )
             self._launch(late)
-        if not self._shared.microbatch.is_last:
-            # The last ones run beside the next forward, which needs nothing of them.
-            self._begin_again()
-            return []
-        self.wait()
+        while self._in_flight:
+            self._retire()
         reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced.items()]
         self.forget()
         return reduced
-
-    def wait(self) -> None:
-        """Makes the compute stream wait for all reductions, and frees what they have read."""
-        while self._in_flight:
-            self._retire()
 
     def forget(self, *, waits: bool = True) -> None:
         """Drops the running reductions and their results, and waits for them unless they never run."""
@@ -161,9 +153,6 @@ class Reducer:
             compute_waits_for(reduction.done, self._shared.device)
         self._in_flight.clear()
         self._reduced.clear()
-        self._begin_again()
-
-    def _begin_again(self) -> None:
         self._ready.clear()
         self._next = 0
 

@@ -309,9 +309,6 @@ class Root:
                 self.follow_user()
                 self.microbatch.require_turns()
                 self.microbatch.require_place()
-                # What the backward before has launched last, so that no more than three units have whole
-                # gradients.
-                self.reducer.wait()
                 # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
