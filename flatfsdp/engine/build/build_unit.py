@@ -127,7 +127,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
             name, kind = path or "the module", type(owner).__name__
-            raise ValueError(f"{name}, a {kind}, keeps its parameters already; shard or wrap a plain module")
+            raise ValueError(f"{name} is a {kind}, which keeps its parameters already; shard a plain module")
         for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
             # Otherwise another parameter was registered here since then, which no unit has.
