@@ -158,7 +158,7 @@ Place: TypeAlias = Path | StorePath
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """Where a path or a URL leads; file:// leads to a disk.
+    """The place that a path or a URL leads to; file:// leads to a disk.
 
     Raises:
         ValueError: if fsspec does not know the URL's protocol, or it has wildcards.
