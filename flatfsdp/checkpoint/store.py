@@ -161,7 +161,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     """The place that a path or a URL leads to; file:// leads to a disk.
 
     Raises:
-        ValueError: if fsspec does not know the URL's protocol, or it has wildcards.
+        ValueError: if fsspec does not know the URL's protocol; if it names no folder, or has wildcards.
         ModuleNotFoundError: if the protocol's library is not installed.
         OSError: if it is, and fails.
     """
@@ -173,6 +173,8 @@ def place(path: str | os.PathLike[str]) -> Place:
         return Path(rest)
     if set("*?[") & set(url):
         raise ValueError(f"{url} has a wildcard, of which libraries make several names; choose another name")
+    if not rest.strip("/"):
+        raise ValueError(f"{url} names a store and no folder in it; pass a URL such as s3://bucket/run")
     try:
         with _told(url):
             fs, key = url_to_fs(url.rstrip("/"))

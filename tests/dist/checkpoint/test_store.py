@@ -191,6 +191,13 @@ def test_a_run_in_a_store(tmp_path: Path, rank: int) -> None:
         "damaged-step-00000003",
         "step-00000002",
     ]
+    # A save removes the rests of earlier ones, too.
+    (manager.path(1) / f"__{rank}_0123456789ab_0.distcp").write_bytes(b"of a save that was killed")
+    dist.barrier()
+    manager.save(4, model, optimizer)
+    manager.wait()
+    dist.barrier()
+    assert not manager.path(1).exists() and manager.path(2).exists()
     # Others' readers and writers.
     state = {"model": checkpoint.sharded_state_dict(model)}
     whole = {name: value for name, value in expected["model"].items() if name.startswith("blocks")}
