@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import count
@@ -40,12 +40,8 @@ class Disk:
         self.folder = folder
 
     def make(self) -> None:
-        """Makes the folder, for all ranks."""
+        """Makes the folder, if it is not there."""
         durable.make_folder(self.folder)
-
-    def make_here(self) -> None:
-        """Makes the folder if this rank does not see that of the others, which the commit finds out."""
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str) -> DigestingFile:
         """A new file to write."""
@@ -98,11 +94,8 @@ class Disk:
 
     def put_aside(self, why: str, last: str) -> Path:
         """Renames the folder, or a link to it; those of earlier times stay."""
-        aside = self.folder.with_name(f"{why}-{self.folder.name}")
-        others = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
-        while os.path.lexists(aside):
-            aside = next(others)
-        return self.folder.rename(aside)
+        asides = (self.folder.with_name(name) for name in _names_aside(why, self.folder.name))
+        return self.folder.rename(next(aside for aside in asides if not os.path.lexists(aside)))
 
 
 class ObjectStore:
@@ -116,7 +109,7 @@ class ObjectStore:
     def make(self) -> None:
         """Does nothing: objects need no folder."""
 
-    make_here = flush = make
+    flush = make
 
     def create(self, name: str) -> Upload:
         """A new object to write."""
@@ -162,15 +155,17 @@ class ObjectStore:
 
     def put_aside(self, why: str, last: str) -> StorePath:
         """Copies a checkpoint to another folder, and removes it; those of earlier times stay."""
-        aside = self.folder.with_name(f"{why}-{self.folder.name}")
-        others = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
-        while (aside / last).exists():
-            aside = next(others)
+        asides = (self.folder.with_name(name) for name in _names_aside(why, self.folder.name))
+        aside = next(aside for aside in asides if not (aside / last).exists())
         names = [name for name in self.folder.lengths() if name != last]
         self.folder.copy_to(aside, names)
         self.folder.copy_to(aside, [last])
         self.remove(last)
         return aside
+
+
+def _names_aside(why: str, name: str) -> Iterator[str]:
+    return (f"{why}-{name}{'' if number == 1 else f'.{number}'}" for number in count(1))
 
 
 def medium_of(folder: Place) -> Disk | ObjectStore:

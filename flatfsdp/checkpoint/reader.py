@@ -12,8 +12,6 @@ import os
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from typing import IO, Any, ClassVar, cast
 
@@ -51,7 +49,7 @@ class Reader(dcp.FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
         super().__init__(path)
-        self.fs = _Files()
+        self.fs = Places()
         self.path = self.fs.init_path(path)
         self._metadata = metadata
 
@@ -83,18 +81,6 @@ class Reader(dcp.FileSystemReader):
             # In one request: `torch.load` reads the end first, then the beginning.
             return io.BytesIO(file.read_bytes(sinfo.offset, sinfo.offset + sinfo.length))
         return super()._slice_file(file, sinfo)
-
-
-class _Files(Places):
-    """Files to read; of a store the name, of which `Reader` reads ranges."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if isinstance(path, StorePath):
-            yield path
-        else:
-            with path.open(mode) as file:
-                yield file
 
 
 class _WeightsOnly:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations
+from fsspec.registry import get_filesystem_class, known_implementations
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from flatfsdp.checkpoint.digests import PIECE, FileDigest, hashes_of, joined
@@ -163,7 +163,7 @@ def place(path: str | os.PathLike[str]) -> Place:
     Raises:
         ValueError: if fsspec does not know the URL's protocol; if it names no folder, or has wildcards.
         ModuleNotFoundError: if the protocol's library is not installed.
-        OSError: if it is, and fails.
+        OSError: if it is, and does not take the URL.
     """
     url = url_of(path)
     if url is None:
@@ -175,21 +175,20 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise ValueError(f"{url} has a wildcard, of which libraries make several names; choose another name")
     if not rest.strip("/"):
         raise ValueError(f"{url} names a store and no folder in it; pass a URL such as s3://bucket/run")
-    try:
-        with _told(url):
-            fs, key = url_to_fs(url.rstrip("/"))
-    except OSError as error:
-        cause = error.__cause__
-        if isinstance(cause, ImportError):
-            library = known_implementations[protocol.partition("::")[0]]["class"].partition(".")[0]
-            what = str(cause) if library == "fsspec" else f"pip install {library}"
+    for each in protocol.split("::"):
+        try:
+            get_filesystem_class(each)
+        except ImportError as error:
+            library = known_implementations[each]["class"].partition(".")[0]
+            what = str(error) if library == "fsspec" else f"pip install {library}"
             raise ModuleNotFoundError(f"{url} needs a library that is not installed: {what}") from None
-        if isinstance(cause, ValueError):
+        except ValueError as error:
             raise ValueError(
-                f"{url} is no URL that fsspec knows ({cause}); pass a folder, or a URL such as "
+                f"{url} is no URL that fsspec knows ({error}); pass a folder, or a URL such as "
                 "s3://bucket/run, with pip install s3fs, or gs://bucket/run, with pip install gcsfs"
             ) from None
-        raise
+    with _told(url):
+        fs, key = url_to_fs(url.rstrip("/"))
     return StorePath(url.rstrip("/"), fs, key)
 
 
@@ -203,6 +202,15 @@ class Places(FileSystem):
     def concat_path(self, path: Any, suffix: str) -> Any:
         """A file in a folder."""
         return path / suffix
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A file to read; of a store the name, of which `Reader` reads ranges."""
+        if isinstance(path, StorePath):
+            yield path
+        else:
+            with path.open(mode) as file:
+                yield file
 
 
 class Upload:

@@ -128,7 +128,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, with their digests."""
         written: Future[list[WriteResult]] = Future()
-        medium_of(self._folder).make_here()
+        # Without shared storage, which the commit finds out, this rank has another folder.
+        medium_of(self._folder).make()
         if not plan.items:
             written.set_result([])
             return written

@@ -26,7 +26,6 @@ def in_own_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         ("tos://bucket/run", ModuleNotFoundError, "pip install tosfs"),
         ("s4://bucket/run", ValueError, "is no URL that fsspec knows"),
         ("memory://bucket/run*", ValueError, "has a wildcard"),
-        ("memory://", ValueError, "and no folder in it"),
     ],
 )
 @on_ranks(2)

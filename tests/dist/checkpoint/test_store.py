@@ -227,3 +227,5 @@ def test_ranks_with_different_stores(tmp_path: Path, rank: int) -> None:
     with pytest.raises(CheckpointError, match="which rank 0 does not see; save to storage"):
         checkpoint.save("memory://run", model)
     assert not place("memory://run").exists()
+    with pytest.raises(ValueError, match="and no folder in it"):
+        place("memory://")
