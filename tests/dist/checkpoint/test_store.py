@@ -191,6 +191,7 @@ def test_a_run_in_a_store(tmp_path: Path, rank: int) -> None:
         "damaged-step-00000003",
         "step-00000002",
     ]
+    dist.barrier()
     # A save removes the rests of earlier ones, too.
     (manager.path(1) / f"__{rank}_0123456789ab_0.distcp").write_bytes(b"of a save that was killed")
     dist.barrier()
