@@ -233,6 +233,9 @@ def main(
     data: Annotated[Path | None, typer.Option(help="File or folder; default: Python's sources.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
+    checkpoints_in: Annotated[
+        str, typer.Option("--checkpoints", help="Their folder, or its URL in a store; default: below --out.")
+    ] = "",
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
     async_save: Annotated[
         bool, typer.Option("--async-save", help="Write checkpoints while training goes on.")
@@ -279,7 +282,11 @@ def main(
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
     try:
         require_logs(log_to)
-    except ModuleNotFoundError as error:
+        # Before anything is made: --out is no URL, and the URL of a store needs a library.
+        checkpoints = CheckpointManager(
+            checkpoints_in or local_path(out) / "checkpoints", keep=keep, async_save=async_save
+        )
+    except (ModuleNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     device = start_ranks(on, deterministic, local_path(out) / "flights" if flight_recorder else None)
     ending = ExitStack()
@@ -369,8 +376,6 @@ def main(
         redraw(out / "step.json")
         return told
 
-    # Before the folder is made: it refuses a URL.
-    checkpoints = CheckpointManager(out / "checkpoints", keep=keep, async_save=async_save)
     out.mkdir(parents=True, exist_ok=True)
     termination = Termination()
     decays = [group["weight_decay"] for group in optimizer.param_groups]

@@ -16,6 +16,7 @@ executes nothing.  Modules, in the order of a save, then of a load:
 
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
 background  a thread that saves a copy of the state while training goes on
+store       names in an object store, of a URL such as s3://bucket/run; media: what differs there from a disk
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint

@@ -16,7 +16,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,9 +36,19 @@ class FileDigest(NamedTuple):
 
 def digest_of(data: bytes) -> FileDigest:
     """Returns the digest of a file that holds `data`."""
+    return joined(len(data), [hashes_of(data)])
+
+
+def hashes_of(data: bytes) -> bytes:
+    """The SHA-256s of all pieces of `data`, one after the other."""
     view = memoryview(data)
     starts = range(0, len(data), PIECE)
-    return _joined(len(data), (hashlib.sha256(view[start : start + PIECE]).digest() for start in starts))
+    return b"".join(hashlib.sha256(view[start : start + PIECE]).digest() for start in starts)
+
+
+def joined(size: int, hashes: Iterable[bytes]) -> FileDigest:
+    """The digest of a file with `size` bytes, from the SHA-256s of its pieces in their order."""
+    return FileDigest(size, hashlib.sha256(b"".join(hashes)).hexdigest())
 
 
 def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -> FileDigest:
@@ -58,7 +68,7 @@ def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -
         def piece(start: int) -> bytes:
             return b"" if is_stopped() else _hashed(number, start, min(start + PIECE, size))
 
-        return _joined(size, pool.map(piece, range(0, size, PIECE)))
+        return joined(size, pool.map(piece, range(0, size, PIECE)))
 
 
 _BUFFERS = threading.local()
@@ -82,10 +92,6 @@ def _hashed(number: int, start: int, end: int) -> bytes:
         hashed.update(buffer[:length])
         start += length
     return hashed.digest()
-
-
-def _joined(size: int, pieces: Iterator[bytes]) -> FileDigest:
-    return FileDigest(size, hashlib.sha256(b"".join(pieces)).hexdigest())
 
 
 class DigestingFile:
@@ -146,7 +152,7 @@ class DigestingFile:
             return
         try:
             self._hash(self._length)
-            self.digest = _joined(self._length, (piece.result() for piece in self._pieces))
+            self.digest = joined(self._length, (piece.result() for piece in self._pieces))
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._file.close()

@@ -50,7 +50,7 @@ def load(
     Executes nothing of what it reads.
 
     Args:
-        path: folder of the checkpoint, the same on all ranks.
+        path: folder of the checkpoint, the same on all ranks; or its URL, see `save`.
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer over all parameters of `model`; None leaves its state in the file.
         ema: an average of the weights of `model`, to be filled with the saved one.
@@ -66,12 +66,13 @@ def load(
 
     Raises:
         TypeError: if `path` is a model.
+        ModuleNotFoundError: if the URL's library is not installed.
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if a file is missing or damaged, or the save did not end.
         CheckpointError: if something cannot be read, or reading it could run code; if a rank does not see the
             folder; if model and checkpoint have different lanes.
-        ValueError: if the path is a URL, or ranks pass different ones; if model, optimizer or parameter
-            groups are not those that were saved; for unknown values in `accept`; if two stages have
+        ValueError: if fsspec does not know the URL, or ranks pass different paths; if model, optimizer or
+            parameter groups are not those that were saved; for unknown values in `accept`; if two stages have
             parameters of the same name.
         All of them are raised on every rank, with nothing changed.  Only if memory runs out, or files become
         unreadable after their verification, may model and optimizer be loaded in part.

@@ -8,6 +8,9 @@ Next: `examples/pretrain_llama.py` saves and resumes with it.
     removed-step-00000100      the rest of an interrupted removal
     damaged-step-00000100      a damaged checkpoint, put aside for inspection
     abandoned-step-00000100    one that this run, saving an earlier step, did not go on from
+
+In an object store nothing is called removed-step: of a removal, as of a save, a step without `.metadata` is
+left.
 """
 
 from __future__ import annotations
@@ -15,13 +18,10 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,14 @@ from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
+from flatfsdp.checkpoint.media import medium_of
 from flatfsdp.checkpoint.optimizer_state import with_pieces
 from flatfsdp.checkpoint.saving import save, sharded_training_state
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.checkpoint.store import Place, StorePath, place
 from flatfsdp.checkpoint.writer import Writer
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
-from flatfsdp.comm.paths import local_path, path_of_all_ranks
+from flatfsdp.comm.paths import same_on_all_ranks
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import Model, named_groups
@@ -77,26 +79,28 @@ class CheckpointManager:
             ...
 
     Args:
-        folder: folder for this run alone, the same on all ranks; made by the first save.
+        folder: folder for this run alone, the same on all ranks, made by the first save; or its URL in a
+            store that fsspec has a library for, such as s3://bucket/run.
         keep: number of checkpoints to keep.
         async_save: whether a thread writes.  The manager then keeps host memory for a copy of this rank's
             state.
 
     Raises:
-        ValueError: if `keep` is less than 1; if `folder` is a URL.
+        ValueError: if `keep` is less than 1; if `folder` is a URL that fsspec does not know.
+        ModuleNotFoundError: if the URL's library is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, async_save: bool = False) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; a run needs at least 1 checkpoint to go on from")
-        self.folder = local_path(folder)
+        self.folder = place(folder)
         self.keep = keep
         self._background = BackgroundSave() if async_save else None
         # This rank's tensors that had no infinity when they were saved or resumed, by name.
         self._finite: set[str] = set()
 
-    def path(self, step: int) -> Path:
-        """Folder of one step's checkpoint."""
+    def path(self, step: int) -> Place:
+        """Folder of one step's checkpoint, for `load`; of one in a store, `str` makes the URL."""
         return self.folder / f"step-{step:08}"
 
     def save(
@@ -136,7 +140,7 @@ class CheckpointManager:
         """
         self.wait()
         world, device = world_of(model)
-        path_of_all_ranks(self.folder, [world], device)
+        same_on_all_ranks(place, self.folder, [world], device)
         magnitudes = largest_magnitudes(model, optimizer)
         problem = self._problem(magnitudes, model)
         if problem is not None:
@@ -146,7 +150,7 @@ class CheckpointManager:
             # Before the save, and the oldest first: whatever the moment of a kill, the newest checkpoint is
             # the end of what was saved until then, or that from which this run went on.
             later = [each for each in self._complete() if each > step] if _is_first() else []
-            aside = [_put_aside(self.path(each), "abandoned") for each in later]
+            aside = [medium_of(self.path(each)).put_aside("abandoned", METADATA) for each in later]
         if aside:
             _warn(
                 f"{self.folder} has checkpoints of later steps than {step}, of another run or from before a "
@@ -197,7 +201,8 @@ class CheckpointManager:
         """Loads the newest whole checkpoint; None if there is no checkpoint.
 
         A damaged one is put aside with a warning, and the one before it is loaded instead.  The rests of
-        interrupted saves and removals are removed; folders with other files in them are left alone.
+        interrupted saves and removals are removed, here and by `save`; folders with other files in them are
+        left alone.
 
         Args:
             model: the model, or this rank's stages of a pipeline.
@@ -215,7 +220,7 @@ class CheckpointManager:
         """
         self.wait()
         world, device = world_of(model)
-        path_of_all_ranks(self.folder, [world], device)
+        same_on_all_ranks(place, self.folder, [world], device)
         with raising_on_all(model):
             # One rank looks, so that all try the same steps.
             steps = self._complete() if world.rank == 0 else []
@@ -254,72 +259,64 @@ class CheckpointManager:
         return sorted(step for step, path in self._folders() if (path / METADATA).exists())
 
     def _remove_older(self, step: int) -> None:
-        """Removes checkpoints before the newest `keep`, of which `step` is the last."""
+        """Removes checkpoints before the newest `keep`, of which `step` is the last, and rests before it."""
         if _is_first():
             with _never_fatal():
                 older = [each for each in self._complete() if each < step]
                 for each in older[: max(0, len(older) + 1 - self.keep)]:
-                    remove(self.path(each))
+                    medium_of(self.path(each)).remove(METADATA)
+                # No other save of this run is in flight: what has not ended is a rest.
+                for each, path in self._folders():
+                    if each < step and _is_rest(path, {file.name for file in path.iterdir()}):
+                        medium_of(path).delete()
 
-    def _folders(self) -> list[tuple[int, Path]]:
+    def _folders(self) -> list[tuple[int, Place]]:
         if not self.folder.is_dir():
             return []
-        named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in self.folder.iterdir())
+        named = [(re.fullmatch(r"step-(\d{8,})", path.name), path) for path in self.folder.iterdir()]
         return [(int(match[1]), path) for match, path in named if match and path.is_dir()]
 
     def _tidy(self, loaded: int, damage: Collection[DamagedCheckpoint]) -> None:
         """Puts damaged checkpoints after step `loaded` aside, and removes rests of interrupted saves."""
         for error in damage:
             _warn(f"{error}; going on from step {loaded}, and the damaged one is put aside")
-        if not _is_first() or not self.folder.is_dir():
+        if not _is_first():
             return
-        for path in self.folder.glob("removed-step-*"):
-            with _never_fatal():
-                _delete(path)
-        for step, path in self._folders():
-            with _never_fatal():
-                if not (path / METADATA).exists():
-                    _remove_incomplete(path)
-                elif step > loaded:
-                    _put_aside(path, "damaged")
+        with _never_fatal():
+            for path in [*self.folder.iterdir()] if self.folder.is_dir() else ():
+                if path.name.startswith("removed-step-"):
+                    with _never_fatal():
+                        medium_of(path).delete()
+            for step, path in self._folders():
+                with _never_fatal():
+                    if not (path / METADATA).exists():
+                        _remove_incomplete(path)
+                    elif step > loaded:
+                        medium_of(path).put_aside("damaged", METADATA)
 
 
-def remove(path: Path) -> None:
-    """Removes a checkpoint's folder; if interrupted, the rest is not taken for a checkpoint."""
-    going = path.with_name(f"removed-{path.name}")
-    path.rename(going)
-    _delete(going)
-
-
-def _delete(path: Path) -> None:
-    """Deletes a folder, or a link to one: what it leads to may be somebody else's, and stays."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def _remove_incomplete(path: Path) -> None:
-    """Removes the rest of an interrupted save, and nothing else."""
+def _remove_incomplete(path: Place) -> None:
+    """Removes the rest of an interrupted save or removal, and nothing else."""
     names = {file.name for file in path.iterdir()}
-    # Just before its end a save has both files; its last act is to rename the first.
-    has_ended = TEMPORARY not in names and any(save_id_of_manifest(name) for name in names)
-    if has_ended:
+    if _has_lost_its_end(path, names):
         _warn(f"{path} has lost its {METADATA} and cannot be loaded; it is put aside")
-        _put_aside(path, "damaged")
-    elif all(name == TEMPORARY or is_ours(name) for name in names):
-        _delete(path)
+        medium_of(path).put_aside("damaged", METADATA)
+    elif _is_rest(path, names):
+        medium_of(path).delete()
     else:
         _warn(f"{path} is no checkpoint and has other files in it; it is left alone")
 
 
-def _put_aside(path: Path, why: str) -> Path:
-    """Renames a checkpoint's folder, or a link to one; those of earlier times stay."""
-    aside = path.with_name(f"{why}-{path.name}")
-    others = (aside.with_name(f"{aside.name}.{number}") for number in count(2))
-    while os.path.lexists(aside):
-        aside = next(others)
-    return path.rename(aside)
+def _has_lost_its_end(path: Place, names: Collection[str]) -> bool:
+    # Just before its end a save has both files; its last act is to rename the first.  In a store a removal
+    # that was interrupted looks the same.
+    is_renamed = not isinstance(path, StorePath)
+    return is_renamed and TEMPORARY not in names and any(save_id_of_manifest(name) for name in names)
+
+
+def _is_rest(path: Place, names: Collection[str]) -> bool:
+    are_ours = all(name == TEMPORARY or is_ours(name) for name in names)
+    return are_ours and METADATA not in names and not _has_lost_its_end(path, names)
 
 
 @contextmanager

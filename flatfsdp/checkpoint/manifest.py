@@ -4,7 +4,7 @@ In:   what the ranks have written, with its digests (`commit`); or `manifest-<sa
 Out:  a folder whose checkpoint this save is; or a `Manifest`, which tells damaged files from whole ones.
 Next: `opening.py` finds the manifest that belongs to `.metadata`, and reads the rest.
 
-    .metadata                  torch.distributed.checkpoint's own; its rename makes the checkpoint
+    .metadata                  torch.distributed.checkpoint's own; it makes the checkpoint
     __<rank>_<id>_<n>.distcp   data of a rank
     extra-<id>.pt              the `extra` of the save
     manifest-<id>.json         the list of all these
@@ -15,29 +15,30 @@ Each save has an id, which is part of its file names, so files of two saves neve
     extra-<id>.pt, .metadata.tmp, manifest-<id>.json      written and flushed to disk, like data files before
     .metadata.tmp -> .metadata                            the commit: until then the old checkpoint loads
     files of other saves                                  removed
+
+In an object store `.metadata` itself is put instead, after all others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from flatfsdp.checkpoint import durable
 from flatfsdp.checkpoint.digests import FileDigest, digest_of
 from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason
+from flatfsdp.checkpoint.media import medium_of
+from flatfsdp.checkpoint.store import Place
 
 METADATA = ".metadata"
 """File that torch.distributed.checkpoint looks for first."""
 TEMPORARY = ".metadata.tmp"
-"""Its name until the save ends."""
+"""Its name on a disk until the save ends."""
 COORDINATOR = 0
 """The rank that writes everything but data files."""
 
@@ -116,7 +117,7 @@ class Manifest:
         own = hashlib.sha256(_json(contents)).hexdigest()
         return _json({**contents, "sha256": own})
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Place) -> bytes:
         """Reads a file of the save whole; raises DamagedCheckpoint if it is not as it was written."""
         try:
             data = path.read_bytes()
@@ -125,7 +126,7 @@ class Manifest:
         self.require(path, digest_of(data))
         return data
 
-    def require(self, path: Path, found: FileDigest) -> None:
+    def require(self, path: Place, found: FileDigest) -> None:
         """Raises DamagedCheckpoint if a file of the save does not hold what was written there."""
         rank, written = self.files[path.name]
         if found.bytes != written.bytes:
@@ -166,7 +167,7 @@ def _json(contents: object) -> bytes:
 
 
 def commit(
-    folder: Path, save_id: str, data_files: Mapping[str, FileRecord], metadata: bytes, extra: bytes | None
+    folder: Place, save_id: str, data_files: Mapping[str, FileRecord], metadata: bytes, extra: bytes | None
 ) -> None:
     """Makes a save the folder's checkpoint; runs on one rank, after all have written.
 
@@ -182,39 +183,31 @@ def commit(
     records = {name: FileRecord(COORDINATOR, digest_of(data)) for name, data in contents.items()}
     manifest = Manifest(save_id, {**data_files, **records})
     contents[manifest.name] = manifest.to_bytes()
-    places = {folder / (TEMPORARY if name == METADATA else name): data for name, data in contents.items()}
-    try:
-        for place, data in places.items():
-            durable.write(place, data)
-        durable.sync_folder(folder)
-        os.replace(folder / TEMPORARY, folder / METADATA)
-    except BaseException:
-        for place in places:
-            with suppress(OSError):
-                place.unlink(missing_ok=True)
-        raise
+    medium_of(folder).commit(contents, METADATA)
     # From here on it is the folder's checkpoint, even if the rest fails.
     try:
-        durable.sync_folder(folder)
+        medium_of(folder).flush()
         # Files of overwritten or unfinished saves; what stays is removed by the next save.
-        for name in os.listdir(folder):
-            if is_ours(name) and name not in manifest.files and name != manifest.name:
+        for path in folder.iterdir():
+            if is_ours(path.name) and path.name not in manifest.files and path.name != manifest.name:
                 with suppress(OSError):
-                    (folder / name).unlink()
+                    path.unlink()
     except OSError as error:
         warnings.warn(f"{folder} is saved, but not tidied: {reason(error)}", stacklevel=2)
 
 
-def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) -> None:
+def _check_lengths(folder: Place, save_id: str, files: Mapping[str, FileRecord]) -> None:
+    lengths = medium_of(folder).lengths(files)
     for name, (rank, digest) in files.items():
         path = folder / name
         if not name.startswith(data_prefix(rank, save_id)):
             raise CheckpointError(f"{path} is not of this save ({save_id}); give each save a plan of its own")
-        if not path.exists():
+        if name not in lengths:
             raise CheckpointError(
                 f"rank {rank} wrote {path}, which rank {COORDINATOR} does not see; save to storage that all "
                 "ranks share"
             )
-        length = path.stat().st_size
-        if length != digest.bytes:
-            raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")
+        if lengths[name] != digest.bytes:
+            raise CheckpointError(
+                f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {lengths[name]}"
+            )

@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from flatfsdp.checkpoint.digests import THREADS, FileDigest, digest_of, digest_of_file
+from flatfsdp.checkpoint.digests import THREADS, FileDigest, digest_of
 from flatfsdp.checkpoint.errors import CheckpointError, asked_for, damaged, reason, unreadable
 from flatfsdp.checkpoint.manifest import (
     COORDINATOR,
@@ -35,9 +34,11 @@ from flatfsdp.checkpoint.manifest import (
     save_id_of_manifest,
     save_ids_in,
 )
+from flatfsdp.checkpoint.media import medium_of
 from flatfsdp.checkpoint.reader import unpickled_metadata
+from flatfsdp.checkpoint.store import Place, place
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
-from flatfsdp.comm.paths import path_of_all_ranks
+from flatfsdp.comm.paths import same_on_all_ranks
 from flatfsdp.comm.ranks import Ranks
 
 
@@ -57,7 +58,7 @@ class OpenCheckpoint:
         DamagedCheckpoint: if that is not a checkpoint's.
     """
 
-    folder: Path
+    folder: Place
     data: bytes
     extra_data: bytes | None
     manifest: Manifest | None
@@ -143,7 +144,7 @@ class OpenCheckpoint:
 
         # One more thread, which waits for the others.
         with ThreadPoolExecutor(THREADS + 1, thread_name_prefix="verification") as pool:
-            digest = partial(digest_of_file, pool=pool, is_stopped=stopped.is_set)
+            digest = partial(medium_of(self.folder).digest, pool=pool, is_stopped=stopped.is_set)
             checking = pool.submit(self._verify, world, digest if compares_digests else None)
             try:
                 yield verdict
@@ -151,7 +152,7 @@ class OpenCheckpoint:
                 # From here on nobody asks for the verdict.
                 stopped.set()
 
-    def _verify(self, world: Ranks, digest: Callable[[Path], FileDigest] | None) -> None:
+    def _verify(self, world: Ranks, digest: Callable[[str], FileDigest] | None) -> None:
         """Verifies this rank's share of the files; by their lengths, if `digest` is None."""
         recorded = self.manifest.files if self.manifest is not None else {}
         for number, (name, needed) in enumerate(sorted(self.data_files.items())):
@@ -168,7 +169,7 @@ class OpenCheckpoint:
                 elif digest is None or length != record.digest.bytes:
                     self.manifest.require(path, record.digest._replace(bytes=length))
                 else:
-                    self.manifest.require(path, digest(path))
+                    self.manifest.require(path, digest(name))
             except FileNotFoundError:
                 raise damaged(path, "is missing", rank) from None
             except OSError as error:
@@ -183,14 +184,17 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
     """Reads everything except data files on one rank, for all.  Collective.
 
     Raises:
-        ValueError: if the path is a URL, or ranks pass different ones.
+        ValueError: if fsspec does not know the URL, or ranks pass different paths.
         FileNotFoundError: if the folder does not exist.
         DamagedCheckpoint: if something is missing or damaged there.
         CheckpointError: if something cannot be read, or a rank does not see the folder.
         All of them are raised on every rank.
     """
-    folder = path_of_all_ranks(path, [world], device)
-    sees = all_gather_object(folder.exists(), world, device)
+    folder = same_on_all_ranks(place, path, [world], device)
+    sees = all_gather_object(_is_there(folder), world, device)
+    for each in sees:
+        if isinstance(each, CheckpointError):
+            raise each
     if any(sees) and not all(sees):
         # Before anything is called damaged: on that rank, files of the others would be missing.
         raise CheckpointError(
@@ -214,11 +218,18 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
     return OpenCheckpoint(folder, *contents)
 
 
-def _read_contents(folder: Path) -> _Contents:
+def _is_there(folder: Place) -> bool | CheckpointError:
+    try:
+        return folder.exists()
+    except OSError as error:
+        return unreadable(folder, error)
+
+
+def _read_contents(folder: Place) -> _Contents:
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
         raise FileNotFoundError(f"no checkpoint at {folder}: {what}")
-    names = sorted(os.listdir(folder))
+    names = sorted(path.name for path in folder.iterdir())
     # A string says what is wrong with a manifest.
     manifests: dict[str, Manifest | str] = {}
     for name in filter(save_id_of_manifest, names):
@@ -243,7 +254,7 @@ def _read_contents(folder: Path) -> _Contents:
 
 
 def _require_foreign(
-    folder: Path, data: bytes, found: FileDigest, manifests: Mapping[str, Manifest | str]
+    folder: Place, data: bytes, found: FileDigest, manifests: Mapping[str, Manifest | str]
 ) -> None:
     """Raises DamagedCheckpoint if `.metadata`, which no manifest knows, was written by `Writer`.
 

@@ -13,8 +13,7 @@ import pathlib
 import pickle
 from collections import OrderedDict
 from enum import Enum
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import IO, Any, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,7 +26,8 @@ from torch.futures import Future
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import METADATA
-from flatfsdp.comm.paths import is_inside, local_path
+from flatfsdp.checkpoint.store import Places, StorePath
+from flatfsdp.comm.paths import is_inside
 
 
 class Reader(dcp.FileSystemReader):
@@ -36,24 +36,26 @@ class Reader(dcp.FileSystemReader):
         dcp.load(state, storage_reader=Reader("out/step-100"))
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, or its URL.
         metadata: contents of `.metadata`, if they have been read already.
 
     Raises:
-        ValueError: if the path is a URL.
+        ValueError: if the path is a URL that fsspec does not know.
+        ModuleNotFoundError: if the URL's library is not installed.
         pickle.UnpicklingError: by `dcp.load`, inside its CheckpointException, if `.metadata` asks for more
             than data, or names files outside the folder.
         CheckpointError: likewise, for a value that `torch.load(weights_only=True)` refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
-        super().__init__(local_path(path))
+        super().__init__(path)
+        self.fs = Places()
+        self.path = self.fs.init_path(path)
         self._metadata = metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts reading a checkpoint, perhaps another one."""
         if checkpoint_id is not None:
-            checkpoint_id = local_path(checkpoint_id)
             self._metadata = None
         super().reset(checkpoint_id)
 
@@ -63,7 +65,8 @@ class Reader(dcp.FileSystemReader):
         if self._metadata is not None and rank is None:
             return self._metadata
         name = METADATA if rank is None else f"__{rank}{METADATA}"
-        metadata = unpickled_metadata((Path(self.path) / name).read_bytes())
+        path: Any = self.fs.concat_path(self.path, name)
+        metadata = unpickled_metadata(path.read_bytes())
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -72,6 +75,12 @@ class Reader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the items of the plan without executing anything."""
         return super().read_data(plan, cast(LoadPlanner, _WeightsOnly(planner)))
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        if isinstance(file, StorePath):
+            # In one request: `torch.load` reads the end first, then the beginning.
+            return io.BytesIO(file.read_bytes(sinfo.offset, sinfo.offset + sinfo.length))
+        return super()._slice_file(file, sinfo)
 
 
 class _WeightsOnly:

@@ -22,9 +22,10 @@ from flatfsdp.checkpoint.extra_state import modules as extra_state
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import begin, check_names, lanes_of, of_each_stage, raising_on_all, world_of
+from flatfsdp.checkpoint.store import place
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.paths import path_of_all_ranks
+from flatfsdp.comm.paths import same_on_all_ranks
 from flatfsdp.engine.whole.units import Model, named_groups
 
 
@@ -43,7 +44,8 @@ def save(
     the new one.  Every file has a digest, which `load` verifies.
 
     Args:
-        path: folder of the checkpoint, the same on all ranks; made if it does not exist.
+        path: folder of the checkpoint, the same on all ranks, made if it does not exist; or its URL in a
+            store that fsspec has a library for, such as s3://bucket/run.
         model: the model, or this rank's stages of a pipeline.
         optimizer: optimizer over all parameters of `model`.
         ema: an average of the weights of `model`.
@@ -55,8 +57,9 @@ def save(
     Raises:
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
         RuntimeError: inside `EMA.averaged`, if an optimizer or an average is passed.
-        ValueError: if the path is a URL, or ranks pass different ones; if some units are spread over fewer
-            ranks than others; if two stages have parameters of the same name.
+        ValueError: if fsspec does not know the URL, or ranks pass different paths; if some units are spread
+            over fewer ranks than others; if two stages have parameters of the same name.
+        ModuleNotFoundError: if the URL's library is not installed.
         TypeError: if `path` is a model; if `load` would refuse `extra`, an option of the optimizer, or the
             extra state of a module.
         CheckpointError: if a rank could not write, with the system's reason.
@@ -65,7 +68,7 @@ def save(
     require_folder_first(path, "save")
     begin(model, Action.SAVE)
     world, device = world_of(model)
-    folder = path_of_all_ranks(path, [world], device)
+    folder = same_on_all_ranks(place, path, [world], device)
     write(Writer(folder, overwrite=overwrite, extra=extra), model, optimizer, ema)
 
 

@@ -15,22 +15,21 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
-from flatfsdp.checkpoint.durable import make_folder, sync_folder
 from flatfsdp.checkpoint.errors import reason
 from flatfsdp.checkpoint.manifest import METADATA, FileRecord, commit, data_prefix
-from flatfsdp.comm.paths import local_path
+from flatfsdp.checkpoint.media import medium_of
+from flatfsdp.checkpoint.store import Place, Places, StorePath, Upload
 
 
 class Writer(dcp.FileSystemWriter):
@@ -43,7 +42,7 @@ class Writer(dcp.FileSystemWriter):
     Plain `dcp.load` reads the new one, too.  One Writer may save several times.
 
     Args:
-        path: folder of the checkpoint; made if it does not exist.
+        path: folder of the checkpoint, made if it does not exist; or its URL.
         overwrite: whether to replace a checkpoint in the folder.
         extra: further data for `load` to return; pickled here and now, so that it may change during an
             asynchronous save.  The first rank's is written.
@@ -51,7 +50,8 @@ class Writer(dcp.FileSystemWriter):
             refuses.
 
     Raises:
-        ValueError: if the path is a URL.
+        ValueError: if the path is a URL that fsspec does not know.
+        ModuleNotFoundError: if the URL's library is not installed.
         FileExistsError: by `dcp.save`, inside its CheckpointException, if the folder holds a checkpoint.
         TypeError: likewise, if `extra` is refused.
     """
@@ -64,10 +64,11 @@ class Writer(dcp.FileSystemWriter):
         extra: Mapping[str, Any] | None = None,
         weights_only: bool = True,
     ) -> None:
-        super().__init__(local_path(path), overwrite=overwrite)
+        super().__init__(path, overwrite=overwrite)
         self.fs = _DigestingFileSystem()
+        self.path = self.fs.init_path(path)
         self._is_coordinator = False
-        self._written: list[Path] = []
+        self._written: list[Place] = []
         self._extra: bytes | None = None
         self._problem: TypeError | None = None
         try:
@@ -84,12 +85,22 @@ class Writer(dcp.FileSystemWriter):
             ValueError: for a save without collectives, in which ranks cannot agree on its end.
         """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.sync_files = medium_of(self._folder).is_flushed
         self._is_coordinator = is_coordinator
         self._written.clear()
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "Writer needs use_collectives=True: a checkpoint is complete on all ranks or none"
             )
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder as metadata have it: a path, or a URL as a string."""
+        return os.fspath(self._folder) if isinstance(self._folder, StorePath) else self._folder
+
+    @property
+    def _folder(self) -> Place:
+        return cast(Place, self.path)
 
     def require_extra(self) -> None:
         """Raises TypeError if `extra` is refused; otherwise the save does."""
@@ -99,7 +110,7 @@ class Writer(dcp.FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses a save that cannot succeed, before anything is written."""
         self.require_extra()
-        if self._is_coordinator and not self.overwrite and (Path(self.path) / METADATA).exists():
+        if self._is_coordinator and not self.overwrite and (self._folder / METADATA).exists():
             raise FileExistsError(
                 f"{self.path} holds a checkpoint; save to another folder, or replace it with overwrite=True"
             )
@@ -108,7 +119,7 @@ class Writer(dcp.FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives the save an id, and each rank's files their names."""
         self.save_id = uuid.uuid4().hex[:12]
-        make_folder(Path(self.path))
+        medium_of(self._folder).make()
         return [
             replace(plan, storage_data=_StoragePrefix(data_prefix(rank, self.save_id)))
             for rank, plan in enumerate(plans)
@@ -118,7 +129,7 @@ class Writer(dcp.FileSystemWriter):
         """Writes this rank's files, with their digests."""
         written: Future[list[WriteResult]] = Future()
         # Without shared storage, which the commit finds out, this rank has another folder.
-        Path(self.path).mkdir(parents=True, exist_ok=True)
+        medium_of(self._folder).make()
         if not plan.items:
             written.set_result([])
             return written
@@ -128,10 +139,10 @@ class Writer(dcp.FileSystemWriter):
                 results = super().write_data(plan, planner).wait()
             finally:
                 self._written += [file.path for file in files]
-            sync_folder(Path(self.path))
+            medium_of(self._folder).flush()
             digests = {file.path.name: file.digest for file in files if file.digest is not None}
         except BaseException as error:
-            self.discard()
+            self._delete_written()
             # Instead of torch's own error, which is about positions in an archive.
             refusal = next((file.error for file in files if file.error), error)
             if isinstance(refusal, OSError) and refusal.errno is not None:
@@ -157,10 +168,14 @@ class Writer(dcp.FileSystemWriter):
             if isinstance(each, _DigestedResult)
             for name, digest in each.digests.items()
         }
-        commit(Path(self.path), self.save_id, files, pickle.dumps(metadata), self._extra)
+        commit(self._folder, self.save_id, files, pickle.dumps(metadata), self._extra)
 
     def discard(self) -> None:
         """Removes this rank's files after a save that failed on any rank."""
+        if self._written and not medium_of(self._folder).may_name(self._written[0].name, METADATA):
+            self._delete_written()
+
+    def _delete_written(self) -> None:
         for path in self._written:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -173,25 +188,21 @@ class _DigestedResult(WriteResult):
     digests: dict[str, FileDigest] = field(default_factory=dict)
 
 
-class _DigestingFileSystem(FileSystem):
-    """File system on a disk, in which each written file is a new one and gets a digest.
+class _DigestingFileSystem(Places):
+    """File system in which each written file is a new one and gets a digest.
 
     Attributes:
         files: files of the save in progress.
     """
 
     def __init__(self) -> None:
-        self.files: list[DigestingFile] = []
-
-    def init_path(self, path: str | os.PathLike[str]) -> Path:
-        """The folder of a save; `dcp.save` may pass another one than the constructor."""
-        return local_path(path)
+        self.files: list[DigestingFile | Upload] = []
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
         # The first error is the one that the save reports, also if this one cannot be closed afterwards.
-        with closing(DigestingFile(Path(path))) as file:
+        with closing(medium_of(path.parent).create(path.name)) as file:
             self.files.append(file)
             yield cast(io.IOBase, file)
 

@@ -167,7 +167,7 @@ class FlatFSDPStrategy(fabric.strategies.DDPStrategy):
             )
         model, optimizer, ema, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-        writer = Writer(self.broadcast(path), overwrite=self._overwrite, extra=extra)
+        writer = Writer(local_path(self.broadcast(path)), overwrite=self._overwrite, extra=extra)
         write(writer, model, optimizer, ema)
 
     def load_checkpoint(

@@ -255,7 +255,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             )
         optimizer = self.optimizers[0] if len(states) > 1 else None
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        path = self.broadcast(filepath)
+        path = local_path(self.broadcast(filepath))
         # Hyperparameters of a module may be of any class, and a run should not end for them.
         writer = Writer(path, overwrite=self._overwrite, extra=extra, weights_only=False)
         write(writer, self._module, optimizer, self.ema)

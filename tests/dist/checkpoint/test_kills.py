@@ -68,6 +68,18 @@ def test_a_run_that_was_rolled_back_never_finds_the_middle_of_what_it_left() -> 
         assert (kills.count.old, kills.count.new, kills.count.wrong) == (3, 1, [])
 
 
+def test_a_save_to_a_store() -> None:
+    """Killed before and after its last object is put, and in the removal of the old one."""
+    with Kills() as kills:
+        plan = Kill("store", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        commit = events[0].index("replace old/step-00000002/.metadata") + 1
+        assert events[0][commit] == "unlink old/step-00000001/.metadata"
+        for after in (commit - 1, commit, commit + 1):
+            kills.kill(plan._replace(after=after), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (1, 2, [])
+
+
 def test_tidying_may_be_stopped() -> None:
     """Tidying handles a damaged checkpoint and the rests of a save and a removal."""
     with Kills() as kills:
@@ -93,7 +105,7 @@ def test_a_new_folder_is_not_taken_for_a_checkpoint_too_early() -> None:
 def test_training_that_is_killed_at_random_times() -> None:
     with Kills() as kills:
         for count in chain(
-            random_kills(kills, 4, 0, ["plain", "async"]), random_kills(kills, 2, 0, ["background"])
+            random_kills(kills, 4, 0, ["plain", "async"]), random_kills(kills, 3, 0, ["background", "store"])
         ):
             assert count.wrong == []
-        assert kills.count.tried == 6
+        assert kills.count.tried == 7

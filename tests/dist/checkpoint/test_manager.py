@@ -281,7 +281,7 @@ def test_removal_that_was_stopped_leaves_no_checkpoint(
     manager = CheckpointManager(tmp_path, keep=1)
     model, optimizer = trained(1)
     manager.save(1, model, optimizer)
-    monkeypatch.setattr("flatfsdp.checkpoint.manager.shutil.rmtree", _stop)
+    monkeypatch.setattr("flatfsdp.checkpoint.media.shutil.rmtree", _stop)
     with pytest.raises(KeyboardInterrupt):
         manager.save(2, model, optimizer)
     monkeypatch.undo()
@@ -322,7 +322,7 @@ def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
     model, optimizer = trained(1)
     manager.save(1, model, optimizer)
     refusal = PermissionError("it belongs to somebody else")
-    with mock.patch("flatfsdp.checkpoint.manager.remove", side_effect=refusal):
+    with mock.patch("flatfsdp.checkpoint.media.Disk.remove", side_effect=refusal):
         assert manager.save(2, model, optimizer)
     assert manager.resume(model, optimizer) == (2, {})
 

@@ -20,9 +20,18 @@ def in_own_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.chdir(folder)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "file:///bucket/run"])
+@pytest.mark.parametrize(
+    ("url", "error", "text"),
+    [
+        ("tos://bucket/run", ModuleNotFoundError, "pip install tosfs"),
+        ("s4://bucket/run", ValueError, "is no URL that fsspec knows"),
+        ("memory://bucket/run*", ValueError, "has a wildcard"),
+    ],
+)
 @on_ranks(2)
-def test_urls_never_become_folders(tmp_path: Path, rank: int, url: str) -> None:
+def test_urls_never_become_folders(
+    tmp_path: Path, rank: int, url: str, error: type[Exception], text: str
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         in_own_folder(patch, tmp_path / str(rank))
         run = Run()
@@ -35,20 +44,21 @@ def test_urls_never_become_folders(tmp_path: Path, rank: int, url: str) -> None:
                 Writer,
                 Reader,
             ):
-                with pytest.raises(ValueError, match="is a URL"):
+                with pytest.raises(error, match=text):
                     way(given)
         # One rank is enough; the other one hears of it.
-        with pytest.raises(ValueError, match="is a URL"):
+        with pytest.raises(error, match=text):
             checkpoint.save(url if rank else "run", run.model)
-        with pytest.raises(ValueError, match="is a URL"):
+        with pytest.raises(error, match=text):
             checkpoint.load(url if rank else "run", run.model)
         for save_or_load in (
             lambda: dcp.save(state, checkpoint_id=url, storage_writer=Writer("run")),
             lambda: dcp.load(state, checkpoint_id=url, storage_reader=Reader("run")),
         ):
-            with pytest.raises(ValueError, match="is a URL"):
+            with pytest.raises(error, match=text):
                 save_or_load()
         assert list(Path().iterdir()) == []
+        assert CheckpointManager(f"file://{tmp_path}").folder == tmp_path
 
 
 @on_ranks(2)

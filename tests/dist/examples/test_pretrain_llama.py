@@ -96,7 +96,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """A thread writes; the run ends when its save has ended."""
     ended: list[dict[str, Any]] = []
-    run = start(tmp_path, "--async-save")
+    options = ("--async-save", "--checkpoints", f"file://{tmp_path}/elsewhere")
+    run = start(tmp_path, *options)
     assert run.stdout is not None
     for step in steps_in(run.stdout):
         ended.append(step)
@@ -104,7 +105,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
             # As torchrun itself is told to end, which tells its ranks.
             run.terminate()
     assert run.wait() != 0
-    newest = max((tmp_path / "checkpoints").glob("step-*/.metadata")).parent
+    newest = max((tmp_path / "elsewhere").glob("step-*/.metadata")).parent
     # Step 4 may have begun before the signal came, or not; it would be saved in any case.
     last = ended[-1]["step"]
     assert newest.name == f"step-{last:08}"
@@ -114,11 +115,11 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
         content[len(content) // 2] ^= 16
         file.write_bytes(content)
 
-    resumed = resume(tmp_path, "--async-save")
+    resumed = resume(tmp_path, *options)
     assert [step["step"] for step in resumed] == [3, 4, 5, 6]
     for before, after in zip(ended[2:], resumed, strict=False):
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
-    assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "elsewhere").iterdir()]
 
 
 WITH_TENSORBOARD = """
@@ -169,6 +170,7 @@ def test_figures_go_to_logs(tmp_path: Path) -> None:
     ("option", "message"),
     [
         (("--log-to", "wandb"), "pip install wandb"),
+        (("--checkpoints", "tos://bucket/run"), "pip install tosfs"),
         (("--memory-snapshot",), "records allocations of a GPU"),
         (("--flight-recorder",), "records collectives of NCCL"),
     ],

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint
 from flatfsdp.checkpoint.manifest import METADATA
 from flatfsdp.checkpoint.opening import open_checkpoint
+from flatfsdp.checkpoint.store import Place, place
 from flatfsdp.comm.ranks import ALONE
 from tests.support.checkpoints import full_state
+from tests.support.faults import objects
 
 
 class Run:
@@ -69,11 +71,12 @@ def _add(hashed: Any, value: Any) -> None:
         hashed.update(repr(value).encode())
 
 
-def left_behind(folder: Path) -> list[str]:
+def left_behind(folder: Place) -> list[str]:
     """What is in a checkpoint's folder and does not belong to the checkpoint."""
     manifest = open_checkpoint(folder, ALONE, torch.device("cpu")).manifest
     assert manifest is not None
-    return sorted(set(os.listdir(folder)) - set(manifest.files) - {manifest.name, METADATA})
+    names = {path.name for path in folder.iterdir()}
+    return sorted(names - set(manifest.files) - {manifest.name, METADATA})
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def _save_step(run: Run, folder: Path) -> None:
     assert manager.save(run.step, run.model, run.optimizer, {"step": run.step})
 
 
-def _save_step_in_background(run: Run, folder: Path) -> None:
+def _save_step_in_background(run: Run, folder: Path | str) -> None:
     if run.manager is None:
         run.manager = checkpoint.CheckpointManager(folder, keep=1, async_save=True)
     assert run.manager.save(run.step, run.model, run.optimizer, {"step": run.step})
@@ -169,7 +172,7 @@ def _end_save_in_background(run: Run) -> None:
     run.manager.wait()
 
 
-def _resume(run: Run, folder: Path) -> None:
+def _resume(run: Run, folder: Path | str) -> None:
     manager = checkpoint.CheckpointManager(folder, keep=1)
     # On the first rank alone.
     with warnings.catch_warnings():
@@ -219,10 +222,15 @@ def _left_of_rollback(folder: Path) -> list[str]:
     return others + left_behind(folder / newest)
 
 
-def _left_of_run(folder: Path) -> list[str]:
-    newest = max(path.name for path in folder.glob("step-*"))
-    damaged = {path.name for path in folder.glob("damaged-step-*")}
-    return sorted(set(os.listdir(folder)) - {newest} - damaged) + left_behind(folder / newest)
+def _left_of_run(folder: Place) -> list[str]:
+    names = {path.name for path in folder.iterdir()}
+    newest = max(name for name in names if name.startswith("step-"))
+    damaged = {name for name in names if name.startswith("damaged-step-")}
+    return sorted(names - {newest} - damaged) + left_behind(folder / newest)
+
+
+def _in_store(folder: Path) -> str:
+    return f"{objects.Objects.protocol}://{folder}"
 
 
 WAYS = {
@@ -232,6 +240,13 @@ WAYS = {
     "accelerate": Way(_save_with_accelerate, _load_with_accelerate, _left_of_accelerate),
     "manager": Way(_save_step, _resume, _left_of_run, True),
     "background": Way(_save_step_in_background, _resume, _left_of_run, True, end=_end_save_in_background),
+    "store": Way(
+        lambda run, folder: _save_step_in_background(run, _in_store(folder)),
+        lambda run, folder: _resume(run, _in_store(folder)),
+        lambda folder: _left_of_run(place(_in_store(folder))),
+        True,
+        end=_end_save_in_background,
+    ),
     "rollback": Way(_save_after_rollback, _resume, _left_of_rollback, True),
     "resume": Way(_resume_after_damage, _resume, _left_of_run, True),
 }
