@@ -119,20 +119,14 @@ def test_what_is_returned() -> None:
 
 
 def test_names_are_transformer_engines() -> None:
-    fused = attention(fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm", bias=False)
-    assert {*fused.state_dict()} == {
-        "layernorm_qkv.layer_norm_weight",
-        "layernorm_qkv.layer_norm_bias",
-        "layernorm_qkv.weight",
-        "q_norm.weight",
-        "k_norm.weight",
-        "proj.weight",
-    }
-    split = attention(num_gqa_groups=2, bias=False)
+    """`TransformerLayer` has those of one parameter."""
+    split = attention(num_gqa_groups=2, qk_norm_type="RMSNorm", bias=False)
     assert {name: tuple(tensor.shape) for name, tensor in split.state_dict().items()} == {
         "qkv.query_weight": (HIDDEN, HIDDEN),
         "qkv.key_weight": (HIDDEN // 2, HIDDEN),
         "qkv.value_weight": (HIDDEN // 2, HIDDEN),
+        "q_norm.weight": (HIDDEN // HEADS,),
+        "k_norm.weight": (HIDDEN // HEADS,),
         "proj.weight": (HIDDEN, HIDDEN),
     }
 
