@@ -109,7 +109,7 @@ def test_gradient_checkpointing_as_transformers_switches_it_on(rank: int, change
         if use_reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
-        for step in range(3):
+        for step in range(2):
             tokens = torch.randint(1, 64, (2, 2, 8), generator=torch.Generator().manual_seed(2 * step + rank))
             for microbatch in microbatches(model, list(tokens)):
                 with autocast(recipe=RECIPES[recipe]):
@@ -120,6 +120,6 @@ def test_gradient_checkpointing_as_transformers_switches_it_on(rank: int, change
             optimizer.step()
             optimizer.zero_grad()
         found.append([*seen, *(value.clone() for name, value in model.named_buffers() if "fp8" in name)])
-    assert recipe == "current" or len(found[0]) > 3 * (4 + len(list(model.parameters())))
+    assert recipe == "current" or len(found[0]) > 2 * (5 + len(list(model.parameters())))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

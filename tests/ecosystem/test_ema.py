@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from flatfsdp import Precision, checkpoint, shard
 from flatfsdp.checkpoint.ema import EMA
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.models import Net, build, data
@@ -61,8 +62,7 @@ def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
         assert same(model.state_dict(), expected)
         with torch.no_grad():
             assert torch.equal(model(held_out), plain(held_out))
-        with pytest.raises(RuntimeError, match=r"EMA\.update was called inside"):
-            ema.update()
+        assert_raises(RuntimeError, r"EMA\.update was called inside", ema.update)
         for goes_on in ({"optimizer": optimizer}, {"ema": ema}):
             with pytest.raises(RuntimeError, match="needs the trained ones: save it outside"):
                 checkpoint.save("nowhere", model, **goes_on)
@@ -73,8 +73,7 @@ def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
             model(held_out).backward()
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"written to inside .* train, and load, outside"):
-        train_inside()
+    assert_raises(RuntimeError, r"written to inside .* train, and load, outside", train_inside)
     optimizer.zero_grad()
     assert same(model.state_dict(), before)
     with pytest.raises(KeyError), ema.averaged():
@@ -85,17 +84,14 @@ def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int) -> None:
 @on_ranks(2)
 def test_what_cannot_be_averaged_is_named(rank: int) -> None:
     model = build()
-    with pytest.raises(ValueError, match=r"decay is 1\.5"):
-        EMA(model, 1.5)
-    with pytest.raises(ValueError, match="contains no unit"):
-        EMA(Net())
+    assert_raises(ValueError, r"decay is 1\.5", EMA, model, 1.5)
+    assert_raises(ValueError, "contains no unit", EMA, Net())
     with pytest.raises(TypeError):
         AveragedModel(model)
     model.blocks[0].requires_grad_(False)
     ema = EMA(model)
     model.blocks[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="were frozen when the EMA was made"):
-        ema.update()
+    assert_raises(RuntimeError, "were frozen when the EMA was made", ema.update)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -195,8 +191,7 @@ def fails_on_rank_0(rank: int, _world_size: int) -> None:
                 raise KeyError("a metric")
 
     error, words = (KeyError, "a metric") if rank == 0 else (RuntimeError, r"rank 0")
-    with pytest.raises(error, match=words):
-        evaluate()
+    assert_raises(error, words, evaluate)
     assert same(checkpoint.local_state_dict(model), before)
 
 

@@ -18,14 +18,7 @@ def losses_of(program: str, shard: FullyShard, rank: int) -> list[float]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(2)
-def test_with_fsdp2(rank: int, program: str) -> None:
-    """The programs are right, and their losses depend on the rank's data."""
-    losses = losses_of(program, fully_shard, rank)
-    assert len(losses) > 6 and losses[0] != losses[1]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@on_ranks(2)
-def test_with_flatfsdp(rank: int, program: str) -> None:
-    found = losses_of(program, flatfsdp.shard, rank)
-    assert found == pytest.approx(losses_of(program, fully_shard, rank), rel=1e-6)
+def test_losses_are_those_of_fsdp2(rank: int, program: str) -> None:
+    expected = losses_of(program, fully_shard, rank)
+    assert len(expected) > 6 and expected[0] != expected[1]
+    assert losses_of(program, flatfsdp.shard, rank) == pytest.approx(expected, rel=1e-6)

@@ -52,15 +52,6 @@ def test_unsharded_every_rank_writes_what_it_likes(rank: int, name: str, flag: b
 
 
 @on_ranks(2)
-def test_unsharded_one_rank_alone(rank: int) -> None:
-    model, plain = trained_and_plain("Llama", rank)
-    with model.unsharded():
-        if rank == 0:
-            assert torch.equal(generated(model, PROMPT, 6), generated(plain, PROMPT, 6))
-    assert torch.equal(generated(model, PROMPT, 2), generated(plain, PROMPT, 2))
-
-
-@on_ranks(2)
 def test_values_that_an_optimizer_has_written_are_used(rank: int) -> None:
     """Generation between two steps uses the newest weights, whatever was gathered before."""
     model, plain = trained_and_plain("Llama", rank, reshard_after_forward=False)

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy, MetricsCallback  # noqa: E402
-from tests.support.assertions import assert_equal, assert_raises  # noqa: E402
+from tests.support.assertions import assert_raises  # noqa: E402
 from tests.support.lanes import differing  # noqa: E402
 
 WIDTH, COUNT = 8, 24
@@ -138,23 +138,13 @@ def test_a_program_for_ddp_has_its_losses_and_norms(
 
 
 @on_ranks(4)
-def test_replicas_of_shard_groups(rank: int, world_size: int, tmp_path: Path) -> None:
-    found = []
-    for options in ({"mesh": dist.init_device_mesh("cpu", (2, 2))}, {"dp_shard": 2}):
-        torch.manual_seed(rank)
-        module = Program()
-        strategy = FlatFSDPStrategy(by_class(nn.Sequential), **options)
-        trainer(rank, world_size, tmp_path, strategy, gradient_clip_val=0.1).fit(module, data(), data(1))
-        found.append([*module.seen, *module.state_dict().values()])
-        assert (module.fsdp_state.grid.replicate.size, module.fsdp_state.grid.shard.size) == (2, 2)
-    assert_equal(*found)
-
-
-@on_ranks(2)
-def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_replicas_of_shard_groups_that_reduce_in_every_microbatch(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     """The bits and the reductions of a loop of one's own."""
     torch.manual_seed(0)
-    own: Any = shard(Program(), by_class(nn.Sequential), grad_sync="every")
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    own: Any = shard(Program(), by_class(nn.Sequential), grad_sync="every", mesh=mesh)
     register_forward_method(own, "loss")
     (optimizer,), _ = own.configure_optimizers()
     rows = list(data(rank).dataset)[: COUNT // 2]
@@ -166,12 +156,13 @@ def test_gradients_may_be_reduced_in_every_microbatch(rank: int, world_size: int
         optimizer.zero_grad()
     torch.manual_seed(0)
     module: Any = Program()
-    strategy = FlatFSDPStrategy(by_class(nn.Sequential), grad_sync="every")
+    strategy = FlatFSDPStrategy(by_class(nn.Sequential), grad_sync="every", dp_shard=2)
     own_data = {"max_epochs": 1, "accumulate_grad_batches": 2, "use_distributed_sampler": False}
     trainer(rank, world_size, tmp_path, strategy, **own_data).fit(module, DataLoader(rows, batch_size=2))
     assert differing(module.state_dict(), own.state_dict()) == []
     reductions = [each.fsdp_state.shared.ledger.calls["reduce"] for each in (module, own)]
     assert reductions == [len(batches) * len(own.fsdp_state.root.units)] * 2
+    assert (module.fsdp_state.grid.replicate.size, module.fsdp_state.grid.shard.size) == (2, 2)
 
 
 @on_ranks(2)
@@ -302,8 +293,7 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
         (Early(), ValueError, r"has parameter .*make it after the model is sharded"),
         (Inside(), ValueError, r"blocks\.0\. is sharded already.*leave it to the strategy"),
     ):
-        with pytest.raises(error, match=message):
-            fit(module)
+        assert_raises(error, message, fit, module)
     with pytest.raises(ValueError, match=r"has lanes, .* Lightning's Trainer divides losses .* Fabric"):
         fit(Program(), FlatFSDPStrategy(lanes=2))
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):

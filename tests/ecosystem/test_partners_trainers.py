@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatfsdp.engine.whole.units import named_groups
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.launched import launched
 from tests.support.models import build, data
 from tests.support.ranks import on_ranks
@@ -45,8 +46,7 @@ def _accelerate(accelerator: Any) -> None:
     model = build()
     before = _shards(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=REFUSED):
-        accelerator.prepare(model, optimizer)
+    assert_raises(ValueError, REFUSED, accelerator.prepare, model, optimizer)
     _assert_unchanged(model, before)
 
     loader = DataLoader([tokens[0] for tokens in next(data(0, 1, 4))], batch_size=1)
@@ -89,8 +89,7 @@ def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path) -> Non
             output_dir=str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no"
         )
         trainer = transformers.Trainer(WithLoss(model), arguments, train_dataset=Tokens())
-        with pytest.raises(ValueError, match=REFUSED):
-            trainer.train()
+        assert_raises(ValueError, REFUSED, trainer.train)
     _assert_unchanged(model, before)
 
 
@@ -122,6 +121,5 @@ def test_lightning_trainer_with_ddp(tmp_path: Path) -> None:
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
-    with pytest.raises(ValueError, match=REFUSED):
-        trainer.fit(Module(model), DataLoader(Tokens()))
+    assert_raises(ValueError, REFUSED, trainer.fit, Module(model), DataLoader(Tokens()))
     _assert_unchanged(model, before)

@@ -16,6 +16,7 @@ from flatfsdp.compat.transformers import fuse, policy_of
 from flatfsdp.contract.packed import is_packed
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import convert
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import (
     FAMILIES,
     adapted,
@@ -110,39 +111,53 @@ def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, fo
     assert_same_training(trained, train_plain(plain.train(), rank, world_size))
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "biases": {"bias": "lora_only"},
-    "DoRA": {"use_dora": True},
-    "whole head": {"modules_to_save": ["lm_head"]},
-    "everywhere": {"target_modules": "all-linear"},
-    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+_QUERY = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False}
+_TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("LoraConfig", {**_QUERY, "bias": "lora_only"}),
+    "DoRA": ("LoraConfig", {**_QUERY, "use_dora": True}),
+    "whole head": ("LoraConfig", {**_QUERY, "modules_to_save": ["lm_head"]}),
+    "everywhere": ("LoraConfig", {**_QUERY, "target_modules": "all-linear"}),
+    "embedding": ("LoraConfig", {**_QUERY, "target_modules": ["v_proj", "embed_tokens"]}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "prompts": ("PromptTuningConfig", _TOKENS),
+    "prefixes": ("PrefixTuningConfig", _TOKENS),
 }
 
 
-@pytest.mark.parametrize("what", [*OTHERS, "IA3", "prefixes"])
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
-def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -> None:
-    """The numbers are right whatever part of it they leave to transformers."""
+def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_size: int, kind: str) -> None:
+    """The numbers are right whatever part of a fused base they leave to transformers."""
     import peft
 
-    config: Any = {
-        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-        "prefixes": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    }.get(what)
-    if config is None:
-        options = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False, **OTHERS[what]}
-        config = peft.LoraConfig(**options)
-    family = MODELS["Qwen2, fused" if what == "biases" else "Llama, fused"]
+    config, options = KINDS[kind]
+    family = MODELS["Qwen2, fused" if kind == "biases" else "Llama, fused"]
 
     def configured(base: Any) -> Any:
         torch.manual_seed(1)
-        return peft.get_peft_model(base, copy.deepcopy(config))
+        return peft.get_peft_model(base, getattr(peft, config)(**copy.deepcopy(options)))
 
-    model = shard(configured(family.build()), family.is_unit)
-    found = train_sharded(model, rank, steps=1)
-    assert_same_training(found, train_plain(configured(family.build()), rank, world_size, steps=1))
     in_plain = train_plain(configured(family.plain.build()), rank, world_size, steps=1)
-    assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
+    for of in (family.plain, family):
+        model = shard(configured(of.build()), of.is_unit)
+        found = train_sharded(model, rank, steps=1)
+        if of.is_fused:
+            assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
+        expected = train_plain(configured(of.build()), rank, world_size, steps=1) if of.is_fused else in_plain
+        assert_same_training(found, expected)
+        with shared_folder() as folder:
+            model.save_pretrained(folder)
+            again = peft.PeftModel.from_pretrained(family.plain.build(), folder)
+            assert_same_values(again.state_dict(), found.state)
+            if kind == "whole head" and rank == 0:
+                # One rank alone, with what all have gathered.
+                model.save_pretrained(folder / "alone", state_dict=dict(found.state))
+                alone = peft.PeftModel.from_pretrained(family.plain.build(), folder / "alone")
+                assert_same_values(alone.state_dict(), found.state)
+            if kind == "prompts":
+                with pytest.raises(RuntimeError, match="call it on all ranks, without state_dict"):
+                    model.save_pretrained(folder, state_dict=dict(found.state))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +171,7 @@ def test_lora_of_routers_and_experts_is_refused(target: dict[str, Any]) -> None:
     is_router = target["target_modules"] == "all-linear"
     what = r"gate \(weight" if is_router else r"experts \(gate_up_proj"
     message = rf"adapts a parameter of \S*{what} of a Mixtral.*no routers or experts"
-    with pytest.raises(ValueError, match=message):
-        shard(model, family.is_unit)
+    assert_raises(ValueError, message, shard, model, family.is_unit)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     shard(adapted(family.build(), target_modules=["q_proj"]), family.is_unit)
 
@@ -194,10 +208,7 @@ def test_what_would_take_modules_out_or_bring_others_is_refused(rank: int) -> No
         "load_adapter": lambda: model.load_adapter("nowhere", "other"),
     }
     for name, call in calls.items():
-        with pytest.raises(
-            RuntimeError, match=rf"{name} of a \w+ that is sharded: .*(save_pretrained|before)"
-        ):
-            call()
+        assert_raises(RuntimeError, rf"{name} of a \w+ that is sharded: .*(save_pretrained|before)", call)
     assert_same_values(model.state_dict(), state)
 
 
@@ -212,8 +223,7 @@ def test_of_several_adapters_one_is_chosen(rank: int, world_size: int) -> None:
         return model
 
     model, plain = shard(with_two(), LLAMA.is_unit), with_two()
-    with pytest.raises(RuntimeError, match=r"set_adapter of .* inference_mode=True"):
-        model.set_adapter("other")
+    assert_raises(RuntimeError, r"set_adapter of .* inference_mode=True", model.set_adapter, "other")
     with torch.no_grad():
         # As a reference is asked, by TRL.
         model.set_adapter("other"), model.set_adapter("default")
@@ -232,42 +242,6 @@ def test_of_several_adapters_one_is_chosen(rank: int, world_size: int) -> None:
             again = peft.PeftModel.from_pretrained(LLAMA.build(), each, "default")
             again.load_adapter(each / "other", "other")
             assert_same_values(dict(sorted(again.state_dict().items())), dict(sorted(found.state.items())))
-
-
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DoRA": ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}),
-    "whole head": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "IA3": ("IA3Config", {"target_modules": ["k_proj"], "feedforward_modules": []}),
-    "prompts": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
-    "prefixes": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
-}
-
-
-@on_ranks(2)
-def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_size: int) -> None:
-    import peft
-
-    for name, (kind, options) in KINDS.items():
-
-        def configured() -> Any:
-            torch.manual_seed(1)
-            return peft.get_peft_model(LLAMA.build(), getattr(peft, kind)(**options))  # noqa: B023
-
-        model = shard(configured(), LLAMA.is_unit)
-        found = train_sharded(model, rank, steps=2)
-        assert_same_training(found, train_plain(configured(), rank, world_size, steps=2))
-        with shared_folder() as folder:
-            model.save_pretrained(folder)
-            again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
-            assert_same_values(again.state_dict(), found.state)
-            if name == "whole head" and rank == 0:
-                # One rank alone, with what all have gathered.
-                model.save_pretrained(folder / "alone", state_dict=dict(found.state))
-                alone = peft.PeftModel.from_pretrained(LLAMA.build(), folder / "alone")
-                assert_same_values(alone.state_dict(), found.state)
-            if name == "prompts":
-                with pytest.raises(RuntimeError, match="call it on all ranks, without state_dict"):
-                    model.save_pretrained(folder, state_dict=dict(found.state))
 
 
 @on_ranks(2)

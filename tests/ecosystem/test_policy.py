@@ -12,6 +12,7 @@ from torch import nn
 from flatfsdp import shard
 from flatfsdp.compat.transformers import init_weights_of, policy_of
 from flatfsdp.engine.api.classes import FlatFSDPModule
+from tests.support.assertions import assert_raises
 from tests.support.ecosystem.families import FAMILIES, batches_of, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import assert_same_values
@@ -58,12 +59,10 @@ def test_of_what_is_around_a_model_or_not_a_layer_itself(rank: int) -> None:
 @on_ranks(2)
 def test_a_model_without_known_layers_is_refused(rank: int) -> None:
     transformers = importlib.import_module("transformers")
-    with pytest.raises(ValueError, match=r"Linear has no _no_split_modules.*by_class"):
-        policy_of(nn.Linear(2, 2))
+    assert_raises(ValueError, r"Linear has no _no_split_modules.*by_class", policy_of, nn.Linear(2, 2))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=0))
-    with pytest.raises(ValueError, match=r"no module of LlamaDecoderLayer in a list.*by_class"):
-        policy_of(model)
+    assert_raises(ValueError, r"no module of LlamaDecoderLayer in a list.*by_class", policy_of, model)
 
 
 @on_ranks(2)
@@ -109,8 +108,7 @@ def test_adapters_on_the_meta_device_begin_at_nothing(rank: int) -> None:
 
 @on_ranks(2)
 def test_values_for_what_is_no_model_of_transformers(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"Linear is no model of transformers"):
-        init_weights_of(nn.Linear(2, 2))
+    assert_raises(ValueError, r"Linear is no model of transformers", init_weights_of, nn.Linear(2, 2))
     with torch.device("meta"):
         model: Any = nn.Sequential(FAMILIES["Llama"].build(), nn.Linear(8, 8))
     init = init_weights_of(model)

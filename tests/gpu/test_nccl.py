@@ -1,8 +1,7 @@
-"""The same engine on CUDA streams and NCCL, and beside fairscale's."""
+"""The same engine on CUDA streams and NCCL."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Debug, Precision, Prefetch, auto_wrap, by_class, microbatches
-from flatfsdp.models.gpt import GPT, MLP
+from flatfsdp.models.gpt import MLP
 from tests.support.gpu.marks import NEEDS_GPU, one_gpu_each
 from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 from tests.support.meshes import REPLICATED
-from tests.support.models import repeatable, same, same_trace, update
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.models import repeatable, same_trace
+from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
 
@@ -40,50 +39,6 @@ def test_flag_on_equals_flag_off(rank: int, options: dict[str, Any], precision: 
     for variant, trace in zip(variants, traces, strict=True):
         equal = same_trace(reference, trace)
         assert all(equal.values()), (variant, equal)
-
-
-@repeatable()
-def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, bool]:
-    """Losses and gathered parameters of three engines after the same steps, in FP32."""
-    from fairscale.nn.data_parallel import FullyShardedDataParallel
-
-    batches = tokens(SMALL, rank, 3)
-
-    plain = GPT(SMALL).cuda()
-    for index, block in enumerate(plain.blocks):
-        plain.blocks[index] = FullyShardedDataParallel(block, reshard_after_forward=reshard)
-    theirs = FullyShardedDataParallel(plain, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, foreach=False)
-    losses = []
-    for _ in range(4):
-        for index, batch in enumerate(batches):
-            with theirs.no_sync() if index < len(batches) - 1 else nullcontext():
-                loss = theirs(batch, batch)
-                loss.backward()
-            losses.append(loss.detach())
-        update(optimizer)
-    with theirs.summon_full_params():
-        state = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-    state = {
-        name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): v for name, v in state.items()
-    }
-
-    result = {}
-    for flag in (False, True):
-        model = build(reshard_after_forward=reshard, optimize_backward_concat=flag)
-        trace = train(model, batches)
-        ours = model.state_dict()
-        result[f"losses, flag {flag}"] = same(trace.losses, losses)
-        differing = [name for name in ours if not torch.equal(ours[name], state[name])]
-        result[f"parameters, flag {flag}"] = differing == []
-    return result
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-def test_fp32_equals_fairscale_bit_for_bit_on_two_ranks(reshard: bool) -> None:
-    pytest.importorskip("fairscale")
-    for result in run_ranks(2, beside_fairscale, reshard, backend="nccl"):
-        assert all(result.values()), result
 
 
 @one_gpu_each(2)

@@ -183,12 +183,6 @@ def test_no_tokens(run: Any, device: str) -> None:
     assert cross_entropy_grad(logits, targets, none, none, none).shape == (0, 8)
 
 
-def test_a_second_run_has_the_same_bits(device: str) -> None:
-    logits, targets = batch(4, 9000, torch.bfloat16, device)
-    one, two = (statistics(module.statistics_launch, logits, targets) for _ in range(2))
-    assert torch.equal(one.sum, two.sum) and torch.equal(one.max, two.max)
-
-
 def test_public_functions_write_where_they_are_told(device: str) -> None:
     logits, targets = batch(5, 40, torch.bfloat16, device)
     got = Statistics(*cross_entropy_statistics(logits, targets))

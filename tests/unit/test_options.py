@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flatfsdp.options import Debug, Policy, Precision, Prefetch
+from tests.support.assertions import assert_raises
 
 
 def make_policy(**changes: Any) -> Policy:
@@ -54,14 +55,12 @@ def test_accumulation_is_fp32_unless_asked_otherwise() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, float("nan"), None])
 def test_a_timeout_is_a_number_of_seconds(seconds: Any) -> None:
-    with pytest.raises(ValueError, match=r"timeout is .*at least 0.001"):
-        make_policy(timeout=seconds)
+    assert_raises(ValueError, r"timeout is .*at least 0.001", make_policy, timeout=seconds)
 
 
 @pytest.mark.parametrize(("field", "depth"), [("forward", -1), ("backward", 1.5), ("backward", None)])
 def test_prefetch_rejects_what_is_no_depth(field: str, depth: Any) -> None:
-    with pytest.raises(ValueError, match=rf"Prefetch\.{field} is .*integer >= 0"):
-        Prefetch(**{field: depth})
+    assert_raises(ValueError, rf"Prefetch\.{field} is .*integer >= 0", Prefetch, **{field: depth})
 
 
 @pytest.mark.parametrize(
@@ -79,11 +78,9 @@ def test_prefetch_rejects_what_is_no_depth(field: str, depth: Any) -> None:
     ],
 )
 def test_policy_names_what_it_rejects(field: str, value: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_policy(**{field: value})
+    assert_raises(error, message, make_policy, **{field: value})
 
 
 @pytest.mark.parametrize("field", ["check_collectives", "poison_on_free"])
 def test_debug_takes_flags_only(field: str) -> None:
-    with pytest.raises(TypeError, match=rf"Debug\.{field} is 1; it must be True or False"):
-        Debug(**{field: 1})
+    assert_raises(TypeError, rf"Debug\.{field} is 1; it must be True or False", Debug, **{field: 1})

@@ -20,6 +20,7 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.against_plain import assert_equal
+from tests.support.assertions import assert_raises
 from tests.support.models import Trace, grads_of, same, same_trace, update
 from tests.support.ranks import on_ranks
 
@@ -177,8 +178,7 @@ def test_a_run_goes_on_from_its_checkpoint(rank: int, world_size: int, tmp_path:
     partly = Run(rank, world_size)
     rest = partly.fabric.load(folder, {"net": partly.flat})
     assert rest["step"] == 2 and set(rest) == {"step", "scheduler"}
-    with pytest.raises(KeyError, match="no epoch; it has"):
-        partly.fabric.load(folder, {"net": partly.flat, "epoch": 0})
+    assert_raises(KeyError, "no epoch; it has", partly.fabric.load, folder, {"net": partly.flat, "epoch": 0})
     partly.fabric.load(folder, {"net": partly.flat, "epoch": 0}, strict=False)
     assert same(list(partly.flat.parameters()), first.result()[:-1])
 
@@ -202,8 +202,7 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(rank: int, world_size: 
     other.fabric.load(tmp_path, other.state)
     assert same(other.result(), run.result()) and other.state["step"] == 1
     run.fabric.strategy._overwrite = False
-    with pytest.raises(FileExistsError, match="holds a checkpoint"):
-        run.fabric.save(tmp_path, run.state)
+    assert_raises(FileExistsError, "holds a checkpoint", run.fabric.save, tmp_path, run.state)
 
 
 @on_ranks(1, 2)
@@ -257,8 +256,7 @@ def test_urls_never_become_folders(rank: int, world_size: int, tmp_path: Path, u
             lambda: fabric.load(url, {"model": model}),
             lambda: fabric.load_raw(url, model),
         ):
-            with pytest.raises(ValueError, match="is a URL"):
-                call()
+            assert_raises(ValueError, "is a URL", call)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -270,26 +268,22 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
         start(rank, world_size, precision="bf16-mixed")
 
     fabric = start(rank, world_size)
-    with pytest.raises(TypeError, match=r"not a GPT; wrap it before fabric\.setup"):
-        fabric.setup(GPT(CONFIG))
+    assert_raises(TypeError, r"not a GPT; wrap it before fabric\.setup", fabric.setup, GPT(CONFIG))
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match=r"over 1 of 2 ranks.*wrap it after fabric\.launch"):
         fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), mesh=DeviceMesh.from_group(alone, "cpu")))
     elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
     elsewhere.fsdp_state.shared.device = torch.device("cuda", 0)
-    with pytest.raises(ValueError, match="model is on cuda:0, and Lightning's device is cpu"):
-        fabric.setup(elsewhere)
+    assert_raises(ValueError, "model is on cuda:0, and Lightning's device is cpu", fabric.setup, elsewhere)
     plain = GPT(CONFIG)
     optimizer = adamw(plain)
     with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is sharded"):
         fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
 
     model = build()
-    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
-        fabric.save(tmp_path, {"step": 1})
+    assert_raises(ValueError, "the state has 0, 0 and 0", fabric.save, tmp_path, {"step": 1})
     with pytest.raises(ValueError, match="the state has 2, 0 and 0"):
         fabric.save(tmp_path, {"model": model, "other": build()})
-    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
-        fabric.load(tmp_path)
+    assert_raises(ValueError, "the state has 0, 0 and 0", fabric.load, tmp_path)
     with pytest.raises(NotImplementedError, match="saves whole models"):
         fabric.save(tmp_path, {"model": model}, filter={"model": lambda name, value: True})

@@ -30,6 +30,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
+from tests.support.assertions import assert_raises
 from tests.support.ranks import of_all_ranks, on_ranks
 from tests.support.split_layers import (
     BATCH,
@@ -219,15 +220,13 @@ def test_sizes_that_ranks_cannot_share() -> None:
         (partial(Linear, WIDTH, OUT, tp_size=4), "tp_size is 4, and tp_group has 2 ranks"),
     ]
     for make, message in constructors:
-        with pytest.raises(ValueError, match=message):
-            make(**{**whole_group(), **make.keywords})
+        assert_raises(ValueError, message, make, **{**whole_group(), **make.keywords})
     row, column = ROW(**whole_group()), COLUMN(**whole_group())
     uncovered = DelayedScaling(reduce_amax=False)
     with CopyCounter(min_numel=1) as counter:
         with pytest.raises(ValueError, match="Linear: the sequence length is 15, which 2"):
             row(torch.randn(15, BATCH, WIDTH // 2))
-        with pytest.raises(ValueError, match="needs the sequence in front"):
-            column(torch.randn(WIDTH))
+        assert_raises(ValueError, "needs the sequence in front", column, torch.randn(WIDTH))
         with pytest.raises(ValueError, match=r"Linear\.weight.*equal scales"), autocast(recipe=uncovered):
             column(torch.randn(SEQUENCE, BATCH, WIDTH))
         with pytest.raises(ValueError, match="tokens is 24"), autocast(recipe=SHORT):
@@ -252,8 +251,7 @@ def test_masks_of_all_heads(rank: int, world_size: int) -> None:
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
         own = mask if heads == 1 else mask.chunk(world_size, 1)[rank]
         assert torch.equal(split(x, own), out)
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        split(x, mask.expand(-1, HEADS - 1, -1, -1))
+    assert_raises(ValueError, "attention_mask has shape", split, x, mask.expand(-1, HEADS - 1, -1, -1))
 
 
 @on_ranks(2)
@@ -299,8 +297,7 @@ def test_groups_are_checked_and_not_kept(rank: int) -> None:
     group = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"mesh\['tp'\]\.get_group\(\)"):
         COLUMN(tp_group=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
-    with pytest.raises(TypeError, match=r"a process group is needed, not \[0, 1\]"):
-        COLUMN(tp_group=[0, 1])
+    assert_raises(TypeError, r"a process group is needed, not \[0, 1\]", COLUMN, tp_group=[0, 1])
     with nullcontext() if rank == 0 else pytest.raises(ValueError, match="this rank is not in the process"):
         COLUMN(tp_group=dist.new_group([0]))
     layer = COLUMN(tp_group=group, sequence_parallel=True)

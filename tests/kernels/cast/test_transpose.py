@@ -10,6 +10,7 @@ import torch
 from flatfsdp.kernels.cast import transpose as module
 from flatfsdp.kernels.cast.transpose import transpose, transpose_many
 from flatfsdp.kernels.shared.tiles import find
+from tests.support.assertions import assert_raises
 from tests.support.kernels.compiling import compile_for_hopper
 from tests.support.kernels.running import E4M3, E5M2, bits, check_operator
 
@@ -49,15 +50,12 @@ def test_public_transposes() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.randn(4, 6)
-    with pytest.raises(ValueError, match=r"q is torch\.float32"):
-        transpose(x)
+    assert_raises(ValueError, r"q is torch\.float32", transpose, x)
     q = x.to(E4M3)
     with pytest.raises(ValueError, match=r"pairs\[1\]\[0\] .* with strides \(1, 6\)"):
         transpose_many([(q, transpose(q)), (q.t(), q)])
-    with pytest.raises(ValueError, match=r"pairs\[0\] is torch\.float8_e4m3fn \(4, 6\)"):
-        transpose_many([(q, q)])
-    with pytest.raises(ValueError, match="one dtype"):
-        transpose_many([(q, torch.empty(6, 4, dtype=E5M2))])
+    assert_raises(ValueError, r"pairs\[0\] is torch\.float8_e4m3fn \(4, 6\)", transpose_many, [(q, q)])
+    assert_raises(ValueError, "one dtype", transpose_many, [(q, torch.empty(6, 4, dtype=E5M2))])
 
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:

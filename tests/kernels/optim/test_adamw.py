@@ -113,28 +113,6 @@ def test_a_step_rounds_once(run: Any, scale: float | None, device: str) -> None:
 
 
 @BOTH
-def test_a_hundred_steps_against_float64(run: Any, device: str) -> None:
-    problem = random_runs([BLOCK + 300], ALL_FP32, device)
-    stop = problem.stops[0]
-    for moment in problem.flats[2:4]:
-        moment[:stop] = 0.0
-    exact = torch.nn.Parameter(problem.flats[0][:stop].double())
-    reference = torch.optim.AdamW([exact], lr=2e-3, **OPTIONS)
-    for step in range(1, 101):
-        grad = torch.randn(stop, device=device)
-        exact.grad = grad.double()
-        reference.step()
-        problem.flats[1][:stop] = grad
-        problem.numbers = [Numbers.of(2e-3, OPTIONS["betas"], OPTIONS["weight_decay"])]
-        problem.on_device = [corrected(2e-3, step, device=device)]
-        problem.call(run, None)
-    state = reference.state[exact]
-    for ours, right in zip(problem.flats, (exact, None, state["exp_avg"], state["exp_avg_sq"]), strict=False):
-        if right is not None:
-            assert (ours[:stop] - right).norm() <= 1e-6 * right.norm()
-
-
-@BOTH
 def test_a_scale_is_a_multiplication_of_the_gradient(run: Any, device: str) -> None:
     """FP32 gradients scaled, and rounded, before the step give the same bits."""
     ours = random_runs(NUMELS, ALL_FP32, device)

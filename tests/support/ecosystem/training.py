@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatfsdp import microbatches
 from tests.support.ecosystem.families import Batch, Family, batches_of
-from tests.support.ecosystem.fused import MODELS
+from tests.support.ecosystem.fused import FUSED, MODELS
 from tests.support.models import update
 
 STEPS = 3
@@ -75,8 +75,8 @@ def _forward_backward(model: Any, batches: list[Batch]) -> list[float]:
 
 @functools.cache
 def plain(name: str, rank: int, world_size: int) -> Trained:
-    """What sharded ones of `MODELS` have to reach; computed once on each rank."""
-    return train_plain(MODELS[name].build(), rank, world_size)
+    """What sharded ones of `MODELS` and `FUSED` have to reach; computed once on each rank."""
+    return train_plain({**FUSED, **MODELS}[name].build(), rank, world_size)
 
 
 def read(family: Family, folder: Path, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from flatfsdp.compat.fairscale.fairscale_options import (
     mean_is_the_same,
 )
 from flatfsdp.options import Precision
+from tests.support.assertions import assert_raises
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -58,14 +59,12 @@ def test_narrow_parameters_with_fp32_gradients() -> None:
     ],
 )
 def test_dtypes_that_do_not_fit(dtype: torch.dtype, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        precision(dtype, **arguments)
+    assert_raises(ValueError, message, precision, dtype, **arguments)
 
 
 def test_a_unit_has_one_dtype() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(ValueError, match=r"0\.weight is torch\.float32, 1\.weight is torch\.bfloat16"):
-        FSDP(model)
+    assert_raises(ValueError, r"0\.weight is torch\.float32, 1\.weight is torch\.bfloat16", FSDP, model)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_a_unit_has_one_dtype() -> None:
 def test_what_is_refused_names_the_way_out(
     arguments: dict[str, Any], error: type[Exception], way_out: str
 ) -> None:
-    with pytest.raises(error, match=way_out):
-        FSDP(nn.Linear(2, 2), **arguments)
+    assert_raises(error, way_out, FSDP, nn.Linear(2, 2), **arguments)
 
 
 class DummyProcessGroup:

@@ -12,6 +12,7 @@ from flatfsdp import param_groups
 from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.compat.fairscale import FSDP, TrainingState, get_fsdp_instances
 from flatfsdp.engine.whole.units import named_groups
+from tests.support.assertions import assert_raises
 
 
 class Net(nn.Module):
@@ -82,10 +83,8 @@ def test_calls_in_the_wrong_state_are_refused() -> None:
             lambda: net.apply(lambda m: None),
             net.local_state_dict,
         ):
-            with pytest.raises(ValueError, match="SUMMON_FULL_PARAMS"):
-                call()
-        with pytest.raises(RuntimeError, match="summon_full_params"):
-            net(torch.randn(4, 3))
+            assert_raises(ValueError, "SUMMON_FULL_PARAMS", call)
+        assert_raises(RuntimeError, "summon_full_params", net, torch.randn(4, 3))
     net.assert_state([TrainingState.IDLE, TrainingState.FORWARD])
 
 
@@ -94,8 +93,7 @@ def test_what_only_the_root_can_do() -> None:
     net(torch.randn(4, 3)).sum().backward()
     with pytest.raises(AssertionError, match="root"):
         net.first.no_sync().__enter__()
-    with pytest.raises(AssertionError, match="root"):
-        net.first.clip_grad_norm_(1.0)
+    assert_raises(AssertionError, "root", net.first.clip_grad_norm_, 1.0)
 
 
 def test_parameters_have_their_names_while_summoned() -> None:
@@ -119,8 +117,7 @@ def test_a_flat_parameter_is_frozen_as_a_whole() -> None:
     net, x = model(optimize_backward_concat=True), torch.randn(4, 3)
     net(x)
     net.module.second.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"parameter second\.weight was set to False by itself"):
-        net(x)
+    assert_raises(RuntimeError, r"parameter second\.weight was set to False by itself", net, x)
     net.module.second.weight.requires_grad_(True)
     net.first.requires_grad_(False)
     net(x).sum().backward()
@@ -138,8 +135,7 @@ def test_a_flat_parameter_that_was_replaced_is_noticed() -> None:
         torch.func.functional_call(net, zeros, (x,))
     net(x)
     net.first.flat_param = nn.Parameter(torch.zeros_like(net.first.flat_param))
-    with pytest.raises(RuntimeError, match="flat parameter of unit first was replaced"):
-        net(x)
+    assert_raises(RuntimeError, "flat parameter of unit first was replaced", net, x)
 
 
 def test_changes_stay_unless_volatile() -> None:

@@ -20,6 +20,7 @@ from flatfsdp.compat.transformers.fused.fused_part import is_fused
 from flatfsdp.compat.transformers.fused.small import tables_of
 from flatfsdp.compat.transformers.fused.why_not import no_linear
 from flatfsdp.layers import Linear, TransformerLayer, convert
+from tests.support.assertions import assert_raises
 from tests.support.copies import by_pickle
 from tests.support.ecosystem.families import VOCAB, adapted, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
@@ -217,8 +218,7 @@ def test_unfuse_leaves_no_trace() -> None:
         assert type(found) is type(expected)
         assert vars(found).keys() == vars(expected).keys()
         assert found._buffers.keys() == expected._buffers.keys()
-    with pytest.raises(ValueError, match="is not fused"):
-        unfuse(model)
+    assert_raises(ValueError, "is not fused", unfuse, model)
 
 
 def test_scales_of_fp8_are_in_checkpoints_but_not_in_save_pretrained(tmp_path: Path) -> None:
@@ -369,11 +369,9 @@ def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixtu
 
 def test_the_wrong_order_raises() -> None:
     fused = fuse(build("Llama"))
-    with pytest.raises(ValueError, match="LlamaForCausalLM is fused already; unfuse it first"):
-        fuse(fused)
+    assert_raises(ValueError, "LlamaForCausalLM is fused already; unfuse it first", fuse, fused)
     wrapped = FlatFSDP(build("Llama"), optimize_backward_concat=False)
-    with pytest.raises(ValueError, match="sharded already; fuse first, then shard"):
-        fuse(wrapped)
+    assert_raises(ValueError, "sharded already; fuse first, then shard", fuse, wrapped)
     with pytest.raises(ValueError, match=r"Linear has no layer that is fused; known are .*LlamaDecoderLayer"):
         fuse(nn.Linear(2, 2))
 

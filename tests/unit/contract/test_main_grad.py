@@ -244,15 +244,6 @@ def test_a_frozen_weight_needs_no_main_grad(make: Any, recipe: Any) -> None:
         layer(torch.ones(TOKENS, WIDTH))
 
 
-def test_a_main_grad_inside_a_flat_buffer() -> None:
-    """A contiguous view of it will do; nothing beside it is written."""
-    flat = torch.full((3 + FFN * WIDTH + 5,), 7.0)
-    layer = Linear(WIDTH, FFN, fuse_wgrad_accumulation=True)
-    layer.weight.main_grad = flat[3:-5].view(FFN, WIDTH)
-    layer(torch.ones(TOKENS, WIDTH), is_first_microbatch=True).sum().backward()
-    assert (flat[:3] == 7).all() and (flat[-5:] == 7).all() and (flat[3:-5] == TOKENS).all()
-
-
 # ---- errors ------------------------------------------------------------------------------------------------
 
 

@@ -59,21 +59,12 @@ def test_fp8_is_on_inside_only(recipe: Any) -> None:
             assert torch.equal(layer(x), plain)
         with autocast(enabled=False), autocast(recipe=recipe):
             assert not torch.equal(layer(x), plain)
-    with fp8_autocast(enabled=False, fp8_recipe=recipe):
-        assert torch.equal(layer(x), plain)
+    # The name that it had in earlier versions of Transformer Engine.
+    for enabled in (False, True):
+        with fp8_autocast(enabled=enabled, fp8_recipe=recipe):
+            assert torch.equal(layer(x), plain) != enabled
     assert torch.equal(layer(x), plain)
     assert 0 < error(inside, plain) < 0.08
-
-
-def test_earlier_names_mean_the_same() -> None:
-    ours, theirs, x = seeded(Stack), seeded(Stack), batch()
-    for _ in range(2):
-        with autocast(recipe=SHORT):
-            a = ours(x)
-        with fp8_autocast(enabled=True, fp8_recipe=SHORT):
-            b = theirs(x)
-        assert torch.equal(a, b)
-    assert_same_state(snapshot(ours), snapshot(theirs))
 
 
 def test_defaults_are_delayed_scaling() -> None:
@@ -89,13 +80,6 @@ def test_without_fp8_a_layer_has_no_state() -> None:
     with autocast(recipe=CurrentScaling()):
         layer(batch()).sum().backward()
     assert list(layer.state_dict()) == ["weight", "bias"]
-
-
-def test_a_region_is_left_when_an_exception_passes() -> None:
-    layer, x = Linear(WIDTH, FFN), batch()
-    with pytest.raises(KeyError), autocast():
-        raise KeyError
-    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
 # ---- when scales are updated -------------------------------------------------------------------------------
@@ -261,15 +245,6 @@ def test_a_recipe_that_is_first_used_in_inference_mode() -> None:
         with mode(), autocast(recipe=recipe):
             each(x)
     assert_same(train(model, recipe=recipe), train(other, recipe=recipe))
-
-
-def test_inference_between_steps_changes_nothing() -> None:
-    model, other = seeded(Stack), seeded(Stack)
-    first = train(model, seed=1), train(other, seed=1)
-    with torch.inference_mode(), autocast(recipe=SHORT):
-        model(batch())
-    assert_same(*first)
-    assert_same(train(model, seed=2), train(other, seed=2))
 
 
 def test_an_exception_in_a_region_updates_nothing() -> None:

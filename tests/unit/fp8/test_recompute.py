@@ -202,7 +202,7 @@ def test_forwards_run_ahead_of_backwards(way: str, caches: bool, order: tuple[in
 
 
 def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None:
-    """Scales are updated by forwards alone, by a new history length and by an evaluation with other data."""
+    """Scales are updated by forwards alone; an evaluation has other data and a longer history."""
     grads = []
     for disturbed in (False, True):
         model = seeded(lambda: Stack(call=checkpointed))
@@ -213,6 +213,8 @@ def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None
             for factor in (100.0, 1e4, 1e-3):
                 with autocast(recipe=SHORT):
                     model(torch.randn(TOKENS, WIDTH) * factor)
+            with torch.no_grad(), autocast(recipe=DelayedScaling(amax_history_len=8)):
+                model(torch.randn(TOKENS, WIDTH) * 100)
         out.square().mean().backward()
         grads.append([x.grad, *(p.grad for p in model.parameters())])
     assert_equal(*grads)

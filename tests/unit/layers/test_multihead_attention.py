@@ -104,15 +104,6 @@ def test_it_equals_torchs(mask_type: str) -> None:
     assert plain.error(ours(x), expected) < 1e-6
 
 
-def test_masks_and_windows_are_passed_on() -> None:
-    layer = trained(attention(attn_mask_type="padding"))
-    mask = torch.zeros(BATCH, 1, 1, SEQ, dtype=torch.bool)
-    mask[0, ..., 4:] = True
-    seen = ~mask & plain.window(SEQ, SEQ, 2, 0)
-    arguments = {"attention_mask": mask, "attn_mask_type": "padding_causal", "window_size": (2, 0)}
-    against_plain(layer, seen, expected_output, **arguments)
-
-
 def test_what_is_returned() -> None:
     x = torch.randn(SEQ, BATCH, HIDDEN)
     layer = trained(attention(return_bias=True, return_layernorm_output=True, input_layernorm=True))
@@ -127,43 +118,15 @@ def test_what_is_returned() -> None:
     assert attention()(x, return_residual=True)[1] is x
 
 
-def test_checkpointed_attention_is_the_same() -> None:
-    layer = trained(attention(attention_dropout=0.3, rotary_base=100.0))
-    x = plain.leaf(SEQ, BATCH, HIDDEN)
-    results = []
-    for checkpoint in (False, True):
-        torch.manual_seed(1)
-        out = layer(x, checkpoint_core_attention=checkpoint)
-        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_no_tokens_and_strided_input() -> None:
-    layer = trained(attention(rotary_base=100.0))
-    for shape in ((0, BATCH), (SEQ, 0)):
-        x = plain.leaf(*shape, HIDDEN)
-        layer(x).sum().backward()
-        assert x.grad is not None and x.grad.shape == x.shape
-        assert all(parameter.grad is not None for parameter in layer.parameters())
-    strided = torch.randn(BATCH, HIDDEN, SEQ).permute(2, 0, 1)
-    assert torch.equal(layer(strided), layer(strided.contiguous()))
-
-
 def test_names_are_transformer_engines() -> None:
-    fused = attention(fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm", bias=False)
-    assert {*fused.state_dict()} == {
-        "layernorm_qkv.layer_norm_weight",
-        "layernorm_qkv.layer_norm_bias",
-        "layernorm_qkv.weight",
-        "q_norm.weight",
-        "k_norm.weight",
-        "proj.weight",
-    }
-    split = attention(num_gqa_groups=2, bias=False)
+    """`TransformerLayer` has those of one parameter."""
+    split = attention(num_gqa_groups=2, qk_norm_type="RMSNorm", bias=False)
     assert {name: tuple(tensor.shape) for name, tensor in split.state_dict().items()} == {
         "qkv.query_weight": (HIDDEN, HIDDEN),
         "qkv.key_weight": (HIDDEN // 2, HIDDEN),
         "qkv.value_weight": (HIDDEN // 2, HIDDEN),
+        "q_norm.weight": (HIDDEN // HEADS,),
+        "k_norm.weight": (HIDDEN // HEADS,),
         "proj.weight": (HIDDEN, HIDDEN),
     }
 

@@ -69,15 +69,6 @@ def test_strided_inputs_and_gradients_equal_contiguous_ones(kind: type) -> None:
 
 
 @BOTH
-def test_no_tokens(kind: type) -> None:
-    layer, x = kind(16), plain.leaf(0, 3, 16)
-    layer(x).sum().backward()
-    assert x.grad is not None and x.grad.shape == (0, 3, 16)
-    for parameter in layer.parameters():
-        assert torch.equal(parameter.grad, torch.zeros(16))
-
-
-@BOTH
 def test_several_dimensions_are_normalized_together(kind: type) -> None:
     wide, flat = trained(kind((3, 8))), kind(24)
     with torch.no_grad():

@@ -59,18 +59,6 @@ def test_resume_is_the_uninterrupted_run(recipe: Any, ran_before: bool, assign: 
     assert_same(train(model, recipe=recipe, seed=2), train(other, recipe=recipe, seed=2))
 
 
-def test_loading_back_an_earlier_state() -> None:
-    model = seeded(Stack)
-    train(model, seed=1)
-    state = snapshot(model)
-    runs = []
-    for _ in range(2):
-        runs.append(train(model, seed=2))
-        model.load_state_dict(state)
-        assert_same_state(snapshot(model), state)
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize(("old", "new"), [(4, 9), (9, 4), (5, 5), (4, 1), (1, 4)])
 def test_another_history_length_after_resume(old: int, new: int) -> None:
     """It acts as if the length had been changed in the running model; scales continue unchanged."""

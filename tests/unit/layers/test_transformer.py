@@ -223,11 +223,15 @@ def test_fp8_products() -> None:
 
 
 def test_no_tokens_and_strided_input() -> None:
-    for options in ({}, {"hidden_dropout": 0.1}):
+    normed = {"output_layernorm": True, "rotary_base": 100.0, "normalization": "RMSNorm"}
+    for options in ({}, normed, {"hidden_dropout": 0.1, "window_size": (2, 0)}):
         layer = make(**options)
-        x = plain.leaf(0, BATCH, HIDDEN)
-        layer(x).sum().backward()
-        assert x.grad is not None and all(p.grad is not None for p in layer.parameters())
+        for shape in ((0, BATCH), (SEQ, 0)):
+            layer.zero_grad()
+            x = plain.leaf(*shape, HIDDEN)
+            layer(x).sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape
+            assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
         strided = torch.randn(BATCH, HIDDEN, SEQ).permute(2, 0, 1)
         assert torch.equal(layer.eval()(strided), layer(strided.contiguous()))
 

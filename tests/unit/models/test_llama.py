@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.models import PRESETS, Llama, LlamaConfig, flops_per_token, stage_layers
+from tests.support.assertions import assert_raises
 
 CONFIG = LlamaConfig(3, 64, 96, heads=4, kv_heads=2, vocab=48, seq=32)
 
@@ -144,8 +145,7 @@ def test_the_last_stage_has_fewer_layers_as_it_has_the_head(stages: int) -> None
 
 @pytest.mark.parametrize("stages", [0, 4])
 def test_each_stage_needs_a_layer(stages: int) -> None:
-    with pytest.raises(ValueError, match=f"3 layers cannot be split into {stages} stages"):
-        stage_layers(3, stages)
+    assert_raises(ValueError, f"3 layers cannot be split into {stages} stages", stage_layers, 3, stages)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,12 @@ def test_each_stage_needs_a_layer(stages: int) -> None:
     ],
 )
 def test_sizes_that_do_not_fit(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(CONFIG, **sizes)
+    assert_raises(ValueError, message, replace, CONFIG, **sizes)
 
 
 def test_layers_and_sequences_that_are_none_of_the_model() -> None:
     for layers in (range(2, 4), range(2, 1), range(0, 3, 2)):
-        with pytest.raises(ValueError, match="the model has layers 0 to 2"):
-            Llama(CONFIG, layers)
+        assert_raises(ValueError, "the model has layers 0 to 2", Llama, CONFIG, layers)
     with pytest.raises(ValueError, match="33 tokens is longer than 32"):
         Llama(CONFIG)(torch.zeros(1, 33, dtype=torch.int64))
 

@@ -21,6 +21,7 @@ from flatfsdp.models import LlamaConfig
 from flatfsdp.models.llama import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.plan import Job, Model, Parallelism, Plan, plan
+from tests.support.assertions import assert_raises
 
 BF16 = Precision(compute=torch.bfloat16)
 FP8 = replace(BF16, fp8_weights=CurrentScaling())
@@ -286,22 +287,18 @@ def test_values_that_a_plan_has_not_are_named(ask: Any) -> None:
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no batch"):
-        plan_model(lambda: MLP(8, 1), [], gpus=1)
-    with pytest.raises(ValueError, match="without a loss"):
-        plan_model(lambda: MLP(8, 1), [torch.zeros(2, 8)], gpus=1)
+    assert_raises(ValueError, "there is no batch", plan_model, lambda: MLP(8, 1), [], gpus=1)
+    assert_raises(ValueError, "without a loss", plan_model, lambda: MLP(8, 1), [torch.zeros(2, 8)], gpus=1)
     for wrong, words in (
         ({"gpus": 0}, "dp_shard is 0"),
         ({"options": {"cpu_offload": True}}, "leave cpu_offload out"),
         ({"options": {"device": "cpu"}}, "leave device out"),
     ):
-        with pytest.raises(ValueError, match=words):
-            planned(MLP(8, 1), torch.zeros(2, 8), **wrong)
+        assert_raises(ValueError, words, planned, MLP(8, 1), torch.zeros(2, 8), **wrong)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match="has a process group already"):
-            planned(MLP(8, 1), torch.zeros(2, 8))
+        assert_raises(RuntimeError, "has a process group already", planned, MLP(8, 1), torch.zeros(2, 8))
         assert dist.get_backend() == "gloo"
     finally:
         dist.destroy_process_group()
