@@ -16,6 +16,7 @@ executes nothing.  Modules, in the order of a save, then of a load:
 
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
 background  a thread that saves a copy of the state while training goes on
+own_states  `of_each_rank`, `of_this_rank`: what each rank has of its own, such as the place in its data
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -28,6 +29,7 @@ from flatfsdp.checkpoint.full import (
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
 from flatfsdp.checkpoint.manager import CheckpointManager
+from flatfsdp.checkpoint.own_states import of_each_rank, of_this_rank
 from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.saving import save, sharded_training_state
 from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict, sharded_state_dict
@@ -48,6 +50,8 @@ __all__ = [
     "load_local_state_dict",
     "local_metadata",
     "local_state_dict",
+    "of_each_rank",
+    "of_this_rank",
     "save",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",

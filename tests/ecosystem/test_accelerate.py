@@ -242,6 +242,36 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             assert list(folder.glob("[01]")) == []
 
 
+@on_ranks(2)
+def test_a_data_loader_with_a_position_goes_on_there(rank: int, world_size: int) -> None:
+    pytest.importorskip("torchdata")
+    from accelerate import DataLoaderConfiguration
+
+    options = {
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)
+    }
+    with shared_folder() as folder:
+        with launched(rank, world_size):
+            program = begin(flat_accelerator(**options))
+            batches = iter(program.loader)
+            read = [next(batches) for _ in range(2)]
+            program.accelerator.save_state(folder)
+            rest = [*batches]
+            assert (len(read), len(rest)) == (2, 3)
+        with launched(rank, world_size):
+            program = begin(flat_accelerator(**options))
+            program.accelerator.load_state(folder)
+            again = [*program.loader]
+            assert len(again) == 3 and all(map(torch.equal, again, rest))
+            mark = folder / "flatfsdp.json"
+            program.accelerator.wait_for_everyone()
+            if rank == 0:
+                mark.write_text(mark.read_text().replace('"ranks": 2', '"ranks": 3'))
+            program.accelerator.wait_for_everyone()
+            message = "saved by 3 ranks, and 2 load it, whose data loaders would go on elsewhere"
+            assert_raises(ValueError, message, program.accelerator.load_state, folder)
+
+
 def test_the_old_or_the_new_is_there_whenever_a_save_is_killed() -> None:
     """Kills `save_state` into the folder of the save before, in its parts and around the rename."""
     with Kills() as kills:

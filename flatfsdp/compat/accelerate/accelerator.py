@@ -331,7 +331,8 @@ class FlatAccelerator(Accelerator):
 
         Raises:
             ValueError: if no save into the folder was completed, or it does not hold what was prepared; if
-                ranks pass different folders, or a URL.
+                ranks pass different folders, or a URL; if another number of ranks saved the positions of data
+                loaders.
             DamagedCheckpoint: if the contents are not what was written.
             Each error is raised on every rank.
         """
@@ -353,6 +354,12 @@ class FlatAccelerator(Accelerator):
         if mark.ranks != self.num_processes and self.is_main_process:
             by = f"by {mark.ranks} ranks, and {self.num_processes} load it"
             warnings.warn(f"{folder} was saved {by}: random numbers are not restored", stacklevel=2)
+        if mark.ranks != self.num_processes and any(map(_has_state, self._dataloaders)):
+            raise ValueError(
+                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it, whose data "
+                "loaders would go on elsewhere: load it on as many, or without use_stateful_dataloader, and "
+                "leave out what was read by accelerator.skip_first_batches"
+            )
         for number, (model, optimizer) in enumerate(saved):
             checkpoint.load(folder / mark.save / f"flatfsdp-{number}", model, optimizer)
         with raising_on_all(first), self._without_sharded():
@@ -404,6 +411,11 @@ class FlatAccelerator(Accelerator):
         self._meet(self._sharded[0], doing)
         world, device = world_of(self._sharded[0])
         return path_of_all_ranks(os.path.expanduser(folder), [world], device)
+
+
+def _has_state(loader: Any) -> bool:
+    """Whether Accelerate saves and loads a data loader's position."""
+    return getattr(loader, "use_stateful_dataloader", False)
 
 
 def _checked(folder: str | os.PathLike[str] | None) -> str | None:
