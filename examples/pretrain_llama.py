@@ -398,7 +398,7 @@ def main(
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     with raising_on_all(model.stages[0]):
-        logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings)
+        logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings, first=first + 1)
     for log in logs:
         ending.callback(log.close)
     metrics = Metrics(

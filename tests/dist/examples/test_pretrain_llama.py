@@ -125,7 +125,7 @@ WITH_TENSORBOARD = """
 import pathlib, runpy, sys, types
 
 class SummaryWriter:
-    def __init__(self, folder):
+    def __init__(self, folder, purge_step):
         pathlib.Path(folder).mkdir()
         self.file = open(f"{folder}/points", "w")
     def add_text(self, name, text):
