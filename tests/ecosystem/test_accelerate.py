@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import by_class, microbatches
+from flatfsdp.checkpoint import CheckpointError
 from flatfsdp.contract.claimed import is_unit
 from tests.support.against_plain import assert_equal
 from tests.support.assertions import assert_raises
@@ -209,13 +210,24 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
 
     with shared_folder() as folder:
         with launched(rank, world_size):
-            program = begin(flat_accelerator(gradient_accumulation_steps=2), shuffle=False)
+            # A thread writes this one while training goes on.
+            program = begin(flat_accelerator(gradient_accumulation_steps=2, async_save=True), shuffle=False)
             first = run_steps(program, 0, stop_after=2)
             program.accelerator.save_state(folder / "saved")
             expected = run_steps(program, 2)
             weights = program.accelerator.get_state_dict(program.model)
             program.accelerator.save_state(folder / "later")
             program.accelerator.save_state(folder / "later")
+            failing = mock.patch("flatfsdp.compat.accelerate.states.end_save", side_effect=OSError("full"))
+            load = program.accelerator.load_state
+            # It waits for the save before, whose earlier one is removed by then.
+            program.accelerator.save_state(folder / "failed")
+            assert len([*folder.glob("later/save-*")]) == 1
+            load(folder / "failed")
+            with failing:
+                program.accelerator.save_state(folder / "failed")
+                assert_raises(CheckpointError, "failed in the background: .*full", load, folder / "failed")
+            load(folder / "failed")
         with launched(rank, world_size):
             accelerator = flat_accelerator(gradient_accumulation_steps=2)
             program = begin(accelerator, seed=7, shuffle=False)
