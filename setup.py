@@ -75,6 +75,7 @@ setup(
             'pyarrow==26.0.1; python_version >= "3.11"',
             "lightning==2.6.6",
             "lightning-fabric==2.6.6",
+            "torchdata==0.11.0",
         ],
         # The site of docs/, by `make docs`.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.8", "mkdocstrings[python]>=1.0", "griffelib>=2.4"],

@@ -4,9 +4,10 @@
 
 The text is bytes, one per token.  A killed run continues from its last checkpoint when the same command
 starts it again, with bit-equal losses; on GPUs with --deterministic.  With --lanes it may be started again on
-another number of data-parallel ranks.  SIGTERM, which cluster schedulers send before they take machines away,
-makes it save and end, unless --save-every is 0: allow it the time of a step and a save (torchrun waits for
-30 s).
+another number of data-parallel ranks; without, --accept-changes lets it go on there with other bits.  In any
+case it goes on with the next piece of text: a checkpoint has the number of those that all ranks have read.
+SIGTERM, which cluster schedulers send before they take machines away, makes it save and end, unless
+--save-every is 0: allow it the time of a step and a save (torchrun waits for 30 s).
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"the run in --out has other settings: {'; '.join(changed)}.  Start it as before, choose another "
             "--out, or go on with the new settings by --accept-changes"
         )
+
+
+def in_words(choices: list[str]) -> str:
+    """The choice of all stages, or that of each one."""
+    return ", ".join(choices if len({*choices}) > 1 else choices[:1])
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -275,7 +281,7 @@ def main(
     """
     if lanes is None and lane_block > 1:
         raise typer.BadParameter("--lane-block says in which order --lanes are added; pass both, or neither")
-    if lanes is not None and grad_sync == "every":
+    if lanes is not None and grad_sync != "last":
         raise typer.BadParameter("--lanes say when gradients are reduced: leave --grad-sync out")
     sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
@@ -332,8 +338,9 @@ def main(
         "lanes": lanes,
         "microbatches": microbatches,
         "batch": batch,
-        # It changes the order of sums if there are several microbatches and shards.
-        "grad sync": grad_sync if microbatches > 1 and mesh.dp.shape[-1] > 1 else "last",
+        # It changes the order of sums if there are several microbatches.  Of "auto" it is what was chosen, as
+        # GPUs with other memory may choose otherwise.
+        "grad sync": in_words(model.grad_sync_of_stages()) if microbatches > 1 else "last",
         "steps": steps,
         "lr": lr,
         "warmup": warmup,
@@ -342,11 +349,17 @@ def main(
         "precision": f"{precision.value}{', FP8 weights' if fp8_weights else ''}",
     }
 
+    def sequences_before(step: int) -> int:
+        """Number of sequences that all ranks have read before a step, in all runs together."""
+        return sequences + (step - first) * total * batch
+
     def train(step: int) -> tuple[float, bool]:
+        # Places of this rank's microbatches among those of all ranks.
+        places = [data_rank * microbatches + number for number in model.own_microbatches]
         with metrics.loading():
             batches = [
-                tuple(part.to(device) for part in text.sample(step, microbatch, data_rank))
-                for microbatch in model.own_microbatches
+                tuple(part.to(device) for part in text.sample_from(sequences_before(step) + place * batch))
+                for place in places
             ]
         taken = step - skipped - int(optimizer.skipped_steps)
         for group in optimizer.param_groups:
@@ -356,7 +369,6 @@ def main(
         optimizer.zero_grad()
         # A rank's share of the tokens that all ranks train on.
         metrics.count(total * batch * sizes.seq / dist.get_world_size())
-        places = [data_rank * microbatches + number for number in model.own_microbatches]
         return told_to_all(losses, places, total, termination.is_asked, model, device)
 
     def traced(step: int) -> tuple[float, bool]:
@@ -382,16 +394,16 @@ def main(
     resumed = checkpoints.resume(
         model.stages, optimizer, accept=("dtype", "surplus", "lanes") if accept_changes else ()
     )
-    first, skipped, is_asked_to_end = 0, 0, False
+    first, skipped, sequences, is_asked_to_end = 0, 0, 0, False
     if resumed is not None:
-        first, skipped = resumed.step, resumed.extra["skipped"]
+        first, skipped, sequences = resumed.step, resumed.extra["skipped"], resumed.extra["sequences"]
         if not accept_changes:
             check_same_run(resumed.extra["settings"], settings)
         # A checkpoint has the options of its parameter groups, too.
         for group, decay in zip(optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay
     with raising_on_all(model.stages[0]):
-        logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings)
+        logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings, first=first + 1)
     for log in logs:
         ending.callback(log.close)
     metrics = Metrics(
@@ -411,7 +423,8 @@ def main(
             is_last = is_asked_to_end or step + 1 == steps
             if save_every and (is_last or (step + 1) % save_every == 0):
                 in_all = skipped + int(optimizer.skipped_steps)
-                extra = {"settings": settings, "skipped": in_all}
+                read = sequences_before(step + 1)
+                extra = {"settings": settings, "skipped": in_all, "sequences": read}
                 with metrics.paused():
                     checkpoints.save(step + 1, model.stages, optimizer, extra)
             if is_asked_to_end:

@@ -17,6 +17,7 @@ executes nothing.  Modules, in the order of a save, then of a load:
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
 background  a thread that saves a copy of the state while training goes on
 store       names in an object store, of a URL such as s3://bucket/run; media: what differs there from a disk
+own_states  `of_each_rank`, `of_this_rank`: what each rank has of its own, such as the place in its data
 """
 
 from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint
@@ -29,6 +30,7 @@ from flatfsdp.checkpoint.full import (
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
 from flatfsdp.checkpoint.manager import CheckpointManager
+from flatfsdp.checkpoint.own_states import of_each_rank, of_this_rank
 from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.saving import save, sharded_training_state
 from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict, sharded_state_dict
@@ -49,6 +51,8 @@ __all__ = [
     "load_local_state_dict",
     "local_metadata",
     "local_state_dict",
+    "of_each_rank",
+    "of_this_rank",
     "save",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",

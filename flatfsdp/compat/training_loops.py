@@ -85,6 +85,19 @@ def require_no_lanes(model: Any, library: str) -> None:
         )
 
 
+def require_no_checkpoint_io(plugin: Any, instead: str) -> None:
+    """Checks that Lightning was given no plugin to write checkpoints with, which would not be asked.
+
+    Raises:
+        ValueError: if it was.
+    """
+    if plugin is not None and type(plugin).__name__ != "TorchCheckpointIO":
+        name = type(plugin).__name__
+        raise ValueError(
+            f"FlatFSDPStrategy writes checkpoints itself, and not by {name}; leave it out: {instead}"
+        )
+
+
 def require_current(optimizer: Optimizer, way_out: str) -> None:
     """Checks that an optimizer has the parameters of the sharded model.
 

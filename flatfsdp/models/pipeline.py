@@ -20,9 +20,12 @@ from flatfsdp.comm.checking.identity import DEFAULT_TIMEOUT
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.lanes import Lanes
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.api.shard import shard
 from flatfsdp.engine.api.wrap import by_class
 from flatfsdp.engine.replay.eager_or_replayed import replayed
+from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
@@ -226,6 +229,19 @@ class LlamaPipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The flat shards of all of this rank's stages."""
         return (parameter for stage in self.stages for parameter in stage.parameters())
+
+    def grad_sync_of_stages(self) -> list[GradSync]:
+        """When each stage of the model reduces gradients: what `grad_sync` says, or "auto" has chosen.
+
+        Where parameters are not sharded it is "last", as "every" makes no difference there.  Collective over
+        all ranks.
+        """
+        reduces = [root_of(stage).shared.reduces_every for stage in self.stages]
+        own = [*zip(self.numbers, reduces, strict=True)]
+        device = self.stages[0].fsdp_state.shared.device
+        of_ranks = all_gather_object(own, Ranks.of(default_group()), device)
+        found = dict(stage for of_rank in of_ranks for stage in of_rank)
+        return ["every" if found[number] else "last" for number in sorted(found)]
 
     def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Runs the microbatches of a step, and reduces gradients.

@@ -2,7 +2,8 @@
 
 In:   nothing (the running Python's standard library), or a path to any file or folder.
 Out:  its bytes (uint8), and a `Sampler` that cuts (tokens, targets) batches from them.
-Next: `training/jobs.py` draws one batch for each step, microbatch and rank.
+Next: `training/jobs.py` draws one batch for each step, microbatch and rank; `examples/pretrain_llama.py`
+      draws windows by their number in the whole run.
 """
 
 from __future__ import annotations
@@ -46,11 +47,25 @@ class Sampler:
 
     def sample(self, step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:
         """Draws tokens and targets, int64 [batch, seq] each; the targets are shifted by one byte."""
-        key = f"{self.seed}/{step}/{microbatch}/{rank}".encode()
+        return self._windows(self._starts(f"{step}/{microbatch}/{rank}", self.batch))
+
+    def sample_from(self, number: int) -> tuple[Tensor, Tensor]:
+        """Draws the windows `number`, `number` + 1, ... of an endless sequence: one batch, as `sample` does.
+
+        A window depends on its number alone.  So a run that counts its windows, over all ranks, may go on
+        with another batch or on other ranks, and leaves none out and draws none again.
+        """
+        starts = [self._starts(f"{each}", 1) for each in range(number, number + self.batch)]
+        return self._windows(torch.cat(starts))
+
+    def _starts(self, key: str, count: int) -> Tensor:
+        """Positions of the first bytes of this many windows, int64 [count]."""
         # A hash instead of a sum: neighbouring ranks, microbatches and steps must not share a seed.
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        starts_b = torch.randint(len(self.bytes_n) - self.seq, (self.batch,), generator=generator)
+        digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.randint(len(self.bytes_n) - self.seq, (count,), generator=generator)
+
+    def _windows(self, starts_b: Tensor) -> tuple[Tensor, Tensor]:
         window_bt = self.bytes_n[starts_b[:, None] + torch.arange(self.seq + 1)].long()
         return window_bt[:, :-1].contiguous(), window_bt[:, 1:].contiguous()
 

@@ -38,7 +38,7 @@ class Log(Protocol):
 class JSONLines:
     """Log of one line of JSON a step, in metrics.jsonl; a run that goes on adds to it."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("a")
 
@@ -54,10 +54,11 @@ class JSONLines:
 class TensorBoard:
     """Log for `tensorboard --logdir`, in the folder tensorboard."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        # From the first step on it hides what a run that was killed has written.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
         self._writer.add_text("settings", to_json(settings, indent=2))
 
     def write(self, step: int, figures: Mapping[str, float | None]) -> None:
@@ -74,7 +75,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """Log as a run of Weights & Biases; `WANDB_PROJECT` and `WANDB_MODE` decide where, as everywhere."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first: int | None) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,11 @@ def require_logs(names: Iterable[LogName | str]) -> None:
 
 
 def open_logs(
-    names: Iterable[LogName | str], folder: Path | str, settings: Mapping[str, Any] = MappingProxyType({})
+    names: Iterable[LogName | str],
+    folder: Path | str,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    first: int | None = None,
 ) -> list[Log]:
     """Opens logs, on the rank that writes them.
 
@@ -118,6 +123,9 @@ def open_logs(
         names: kinds of logs, each once.
         folder: folder of the run.
         settings: settings of the run, kept beside its figures; lines of JSON do not have them.
+        first: number of the first step that is to be written.  A run that was killed may have written it, and
+            further ones, before: TensorBoard hides those, lines of JSON stay, and Weights & Biases keeps them
+            and drops the new ones.
 
     Raises:
         ModuleNotFoundError: if a library is missing.
@@ -125,4 +133,4 @@ def open_logs(
     """
     folder, kinds = local_path(folder), list(dict.fromkeys(map(LogName, names)))
     require_logs(kinds)
-    return [_LOGS[kind](folder, settings) for kind in kinds]
+    return [_LOGS[kind](folder, settings, first) for kind in kinds]

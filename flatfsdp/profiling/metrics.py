@@ -31,16 +31,21 @@ from flatfsdp.engine.replay.eager_or_replayed import Replayed
 GemmName = Literal["fp32", "bf16", "fp8"]
 """Precision of a model's GEMMs."""
 
-_SXM = {"bf16": 989.4e12, "fp8": 1978.9e12}
-_NVL = {"bf16": 835.5e12, "fp8": 1670.5e12}
+# NVIDIA's data sheets give twice as many, with 2:4 sparsity; the first one's decimals are of the white paper.
+_HOPPER_SXM = {"bf16": 989.4e12, "fp8": 1978.9e12}  # resources.nvidia.com/en-us-tensor-core
+_HOPPER_NVL = {"bf16": 835.5e12, "fp8": 1670.5e12}  # 1,671 and 3,341: nvidia.com/en-us/data-center/h200
+_A100 = {"bf16": 312e12}  # with SXM and PCIe: nvidia.com/en-us/data-center/a100
 PEAKS = {
-    "NVIDIA H100 80GB HBM3": _SXM,
-    "NVIDIA H100 NVL": _NVL,
-    "NVIDIA H100 PCIe": {"bf16": 756.5e12, "fp8": 1513e12},
-    "NVIDIA H200": _SXM,
-    "NVIDIA H200 NVL": _NVL,
-    "NVIDIA A100-SXM4-40GB": {"bf16": 312e12},
-    "NVIDIA A100-SXM4-80GB": {"bf16": 312e12},
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H100 NVL": _HOPPER_NVL,
+    "NVIDIA H100 PCIe": {"bf16": 756.5e12, "fp8": 1513e12},  # 1,513 and 3,026: H100's data sheet of 2022
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA H200 NVL": _HOPPER_NVL,
+    "NVIDIA B200": {"bf16": 2250e12, "fp8": 4500e12},  # HGX, 1,000 W: nvdam.widen.net/s/wwnsxrhm2w
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
 }
 """Operations per second of dense GEMMs, from NVIDIA's data sheets, by the name that CUDA gives the GPU.
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import by_class, microbatches
+from flatfsdp.checkpoint import CheckpointError
 from flatfsdp.contract.claimed import is_unit
 from tests.support.against_plain import assert_equal
 from tests.support.assertions import assert_raises
@@ -189,13 +190,24 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
 
     with shared_folder() as folder:
         with launched(rank, world_size):
-            program = begin(flat_accelerator(gradient_accumulation_steps=2), shuffle=False)
+            # A thread writes this one while training goes on.
+            program = begin(flat_accelerator(gradient_accumulation_steps=2, async_save=True), shuffle=False)
             first = run_steps(program, 0, stop_after=2)
             program.accelerator.save_state(folder / "saved")
             expected = run_steps(program, 2)
             weights = program.accelerator.get_state_dict(program.model)
             program.accelerator.save_state(folder / "later")
             program.accelerator.save_state(folder / "later")
+            failing = mock.patch("flatfsdp.compat.accelerate.states.end_save", side_effect=OSError("full"))
+            load = program.accelerator.load_state
+            # It waits for the save before, whose earlier one is removed by then.
+            program.accelerator.save_state(folder / "failed")
+            assert len([*folder.glob("later/save-*")]) == 1
+            load(folder / "failed")
+            with failing:
+                program.accelerator.save_state(folder / "failed")
+                assert_raises(CheckpointError, "failed in the background: .*full", load, folder / "failed")
+            load(folder / "failed")
         with launched(rank, world_size):
             accelerator = flat_accelerator(gradient_accumulation_steps=2)
             program = begin(accelerator, seed=7, shuffle=False)
@@ -220,6 +232,36 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             assert_raises(ValueError, "stopped before its end", accelerator.load_state, folder / "later")
             assert_raises(ValueError, "different paths", accelerator.save_state, folder / str(rank))
             assert list(folder.glob("[01]")) == []
+
+
+@on_ranks(2)
+def test_a_data_loader_with_a_position_goes_on_there(rank: int, world_size: int) -> None:
+    pytest.importorskip("torchdata")
+    from accelerate import DataLoaderConfiguration
+
+    options = {
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)
+    }
+    with shared_folder() as folder:
+        with launched(rank, world_size):
+            program = begin(flat_accelerator(**options))
+            batches = iter(program.loader)
+            read = [next(batches) for _ in range(2)]
+            program.accelerator.save_state(folder)
+            rest = [*batches]
+            assert (len(read), len(rest)) == (2, 3)
+        with launched(rank, world_size):
+            program = begin(flat_accelerator(**options))
+            program.accelerator.load_state(folder)
+            again = [*program.loader]
+            assert len(again) == 3 and all(map(torch.equal, again, rest))
+            mark = folder / "flatfsdp.json"
+            program.accelerator.wait_for_everyone()
+            if rank == 0:
+                mark.write_text(mark.read_text().replace('"ranks": 2', '"ranks": 3'))
+            program.accelerator.wait_for_everyone()
+            message = "saved by 3 ranks, and 2 load it, whose data loaders would go on elsewhere"
+            assert_raises(ValueError, message, program.accelerator.load_state, folder)
 
 
 def test_the_old_or_the_new_is_there_whenever_a_save_is_killed() -> None:

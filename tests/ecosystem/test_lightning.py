@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 
 import flatfsdp.compat.lightning as fabric  # noqa: E402
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy, MetricsCallback  # noqa: E402
@@ -203,22 +204,29 @@ def test_ranks_predict_another_number_of_batches(rank: int, world_size: int, tmp
 def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    """It resumes from what the checkpoint callback wrote; the folder is one of `flatfsdp.checkpoint`, too."""
+    """It resumes from what the checkpoint callback wrote; the folder is one of `flatfsdp.checkpoint`, too.
+
+    A thread writes the checkpoints that it resumes from.
+    """
     units = STRATEGIES["units"]
 
     def run(*, epochs: int, folder: Path, resumed: str | None = None) -> tuple[Program, Any]:
         torch.manual_seed(rank if resumed is None else 7)
         saving = ModelCheckpoint(folder, monitor="validation", save_top_k=1, save_last=True)
         options = {"enable_checkpointing": True, "callbacks": [saving], "accumulate_grad_batches": 2}
-        fitted = trainer(rank, world_size, folder, units(), max_epochs=epochs, **options)
+        strategy = FlatFSDPStrategy(by_class(nn.Sequential), async_save=folder.name == "first")
+        fitted = trainer(rank, world_size, folder, strategy, max_epochs=epochs, **options)
         module = Program()
         fitted.fit(module, data(), data(1), ckpt_path=resumed)
+        # The callback's best one and the last one, both whole.
+        dist.barrier()
+        assert len([*folder.glob("*.ckpt")]) == len([*folder.glob("*.ckpt/.metadata")]) == 2
         return module, fitted
 
     through, _ = run(epochs=4, folder=tmp_path / "through")
     first, fitted = run(epochs=2, folder=tmp_path / "first")
     last = fitted.checkpoint_callback.last_model_path
-    second, _ = run(epochs=4, folder=tmp_path / "second", resumed=last)
+    second, fitted = run(epochs=4, folder=tmp_path / "second", resumed=last)
     values = through.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
     assert len(second.seen) > 30
@@ -229,8 +237,9 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(
     assert extra["epoch"] == 1 and extra["hyper_parameters"]["rate"] == 0.05
     values = first.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in alone.state_dict().items())
-    evaluated = Program()
+    evaluated, last = Program(), fitted.checkpoint_callback.last_model_path
     trainer(rank, world_size, tmp_path, units()).validate(evaluated, data(1), ckpt_path=last, verbose=False)
+    values = through.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in evaluated.state_dict().items())
 
 
@@ -304,6 +313,11 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
     for precision, plugin in (("bf16-true", "HalfPrecision"), ("64-true", "DoublePrecision")):
         with pytest.raises(ValueError, match=f"{plugin} with precision='{precision}'.*Precision"):
             fit(Program(), precision=precision)
+    message = r"not by AsyncCheckpointIO; leave it out: .*async_save=True"
+    with pytest.raises(ValueError, match=message):
+        fit(Program(), plugins=[AsyncCheckpointIO()])
+    of_fabric = fabric.FlatFSDPStrategy(checkpoint_io=AsyncCheckpointIO())
+    assert_raises(ValueError, "leave it out: checkpoint.CheckpointManager", of_fabric.setup_environment)
     with pytest.raises(TypeError, match="unexpected keyword argument 'find_unused_parameters'"):
         FlatFSDPStrategy(find_unused_parameters=True)
     assert_raises(TypeError, "no option device; the Trainer has", FlatFSDPStrategy, device="cpu")

@@ -164,6 +164,11 @@ def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
         resumed.train(resume_from_checkpoint=True)
         assert torch.equal(history(resumed), history(whole))
         assert same(resumed.model.state_dict(), whole.model.state_dict())
+        # From the number of steps Trainer would compute another place in the data.
+        options.gradient_accumulation_steps = 4
+        wider = flat_trainer(FAMILIES["Llama"].build(), options)
+        assert_raises(ValueError, "8 samples a step, .* 16", wider.train, resume_from_checkpoint=True)
+        options.gradient_accumulation_steps = 2
 
         resumed.save_model()
         plain = type(FAMILIES["Llama"].build()).from_pretrained(options.output_dir)

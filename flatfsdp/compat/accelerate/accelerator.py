@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.background import BackgroundSave
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.meeting import meet
@@ -74,6 +75,9 @@ class FlatAccelerator(Accelerator):
             (`flatfsdp.compat.transformers.policy_of`).
         shard_options: `Options` of `flatfsdp.shard`, such as `dp_shard` for HSDP.  With
             mixed_precision="bf16", `precision` defaults to Precision(compute=torch.bfloat16).
+        async_save: whether a thread writes the sharded model while training goes on, from a copy in host
+            memory.  The next `save_state` or `load_state`, and `end_training`, wait for it, and raise its
+            error on every rank.  Until then the folder has the save before.
         options: options of Accelerator, by name.
 
     Raises:
@@ -86,13 +90,19 @@ class FlatAccelerator(Accelerator):
     _optimizers: list[Any]
 
     def __init__(
-        self, *, policy: WrapPolicy | None = None, shard_options: Options | None = None, **options: Any
+        self,
+        *,
+        policy: WrapPolicy | None = None,
+        shard_options: Options | None = None,
+        async_save: bool = False,
+        **options: Any,
     ) -> None:
         self._shard_options: Options = {} if shard_options is None else {**shard_options}
         require_known("shard", self._shard_options)
         # Before an Accelerator exists and keeps its global state.
         require_possible("FlatAccelerator", unsupported(options, self._shard_options))
         self._policy = policy
+        self._background = BackgroundSave() if async_save else None
         # The shard that replaced each parameter, which stays in memory only as long as an optimizer holds it.
         self._parts = WeakTensorKeyDictionary()
         super().__init__(**options)
@@ -285,8 +295,9 @@ class FlatAccelerator(Accelerator):
 
         Raises:
             ValueError: if ranks pass different folders, or a URL; if an automatically named one holds a
-                checkpoint; if a model has several optimizers, or one optimizer has several models.
-            CheckpointError: if a rank could not write.
+                checkpoint; if a model has several optimizers, or one optimizer has several models; with
+                `async_save`, if there are several sharded models.
+            CheckpointError: if a rank could not write; with `async_save`, if the save before has failed.
             Each error is raised on every rank.
         """
         saved = self._saved()
@@ -296,13 +307,22 @@ class FlatAccelerator(Accelerator):
         if not saved:
             return super().save_state(_checked(output_dir), safe_serialization, **options)
         first = saved[0][0]
+        if self._background is not None and len(saved) > 1:
+            raise ValueError(
+                f"async_save writes one sharded model, and {len(saved)} are prepared; leave it out"
+            )
         folder = self._same_folder(output_dir, "save_state")
+        self._wait_for_save()
         name = on_first_rank(first, states.begin_save, folder, naming.automatic_checkpoint_naming)
         place, mark = folder / name, states.Mark(name, len(saved), self.num_processes, self.step)
+        limit = naming.total_limit if naming.automatic_checkpoint_naming else None
         try:
             naming_is_off = replaced(naming, automatic_checkpoint_naming=False)
             with raising_on_all(first), self._without_sharded(), naming_is_off:
                 super().save_state(str(place), safe_serialization, **options)
+            if self._background is not None:
+                self._write_in_background(folder, mark, limit)
+                return folder
             for number, (model, optimizer) in enumerate(saved):
                 checkpoint.save(place / f"flatfsdp-{number}", model, optimizer)
             on_first_rank(first, states.end_save, folder, mark)
@@ -312,9 +332,36 @@ class FlatAccelerator(Accelerator):
                 shutil.rmtree(place, ignore_errors=True)
             raise
         # After the save: until it is complete, the earlier ones may be all there is.
-        limit = naming.total_limit if naming.automatic_checkpoint_naming else None
         on_first_rank(first, states.remove_earlier, folder, name, limit)
         return folder
+
+    def _write_in_background(self, folder: Path, mark: states.Mark, limit: int | None) -> None:
+        """Begins to write the one sharded model; then the save becomes the folder's."""
+        assert self._background is not None
+        ((model, optimizer),) = self._saved()
+        is_first = self.is_main_process
+
+        def end() -> None:
+            if is_first:
+                states.end_save(folder, mark)
+                states.remove_earlier(folder, mark.save, limit)
+
+        writer = checkpoint.Writer(folder / mark.save / "flatfsdp-0")
+        state = checkpoint.sharded_training_state(model, optimizer)
+        self._background.start(str(folder), writer, state, model, end)
+
+    def _wait_for_save(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def end_training(self) -> None:
+        """Ends training as Accelerator does, after the save in flight.  Collective with `async_save`.
+
+        Raises:
+            CheckpointError: on every rank, if that save has failed.
+        """
+        self._wait_for_save()
+        super().end_training()
 
     def load_state(
         self,
@@ -331,7 +378,8 @@ class FlatAccelerator(Accelerator):
 
         Raises:
             ValueError: if no save into the folder was completed, or it does not hold what was prepared; if
-                ranks pass different folders, or a URL.
+                ranks pass different folders, or a URL; if another number of ranks saved the positions of data
+                loaders.
             DamagedCheckpoint: if the contents are not what was written.
             Each error is raised on every rank.
         """
@@ -343,6 +391,7 @@ class FlatAccelerator(Accelerator):
             return
         first = saved[0][0]
         self._meet(first, "load_state")
+        self._wait_for_save()
         with raising_on_all(first):
             if input_dir is None:
                 if not self.project_configuration.automatic_checkpoint_naming:
@@ -353,6 +402,12 @@ class FlatAccelerator(Accelerator):
         if mark.ranks != self.num_processes and self.is_main_process:
             by = f"by {mark.ranks} ranks, and {self.num_processes} load it"
             warnings.warn(f"{folder} was saved {by}: random numbers are not restored", stacklevel=2)
+        if mark.ranks != self.num_processes and any(map(_has_state, self._dataloaders)):
+            raise ValueError(
+                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it, whose data "
+                "loaders would go on elsewhere: load it on as many, or without use_stateful_dataloader, and "
+                "leave out what was read by accelerator.skip_first_batches"
+            )
         for number, (model, optimizer) in enumerate(saved):
             checkpoint.load(folder / mark.save / f"flatfsdp-{number}", model, optimizer)
         with raising_on_all(first), self._without_sharded():
@@ -404,6 +459,11 @@ class FlatAccelerator(Accelerator):
         self._meet(self._sharded[0], doing)
         world, device = world_of(self._sharded[0])
         return path_of_all_ranks(os.path.expanduser(folder), [world], device)
+
+
+def _has_state(loader: Any) -> bool:
+    """Whether Accelerate saves and loads a data loader's position."""
+    return getattr(loader, "use_stateful_dataloader", False)
 
 
 def _checked(folder: str | os.PathLike[str] | None) -> str | None:

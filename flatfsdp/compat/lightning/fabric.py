@@ -22,7 +22,12 @@ from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.checkpoint.saving import write
 from flatfsdp.comm.paths import local_path
-from flatfsdp.compat.training_loops import open_folder, require_current, require_place
+from flatfsdp.compat.training_loops import (
+    open_folder,
+    require_current,
+    require_no_checkpoint_io,
+    require_place,
+)
 from flatfsdp.contract.transparent import unwrapped
 from flatfsdp.engine.api.methods import UnitMethods
 
@@ -84,16 +89,18 @@ class FlatFSDPStrategy(fabric.strategies.DDPStrategy):
     # ---- setup ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Checks Fabric's precision, and sets up the processes.
+        """Checks Fabric's precision and plugins, and sets up the processes.
 
         Raises:
-            ValueError: if Fabric would cast, too.
+            ValueError: if Fabric would cast, too; if it has a CheckpointIO.
         """
         if type(self.precision) is not fabric.plugins.Precision:
             raise ValueError(
                 f"Fabric has precision={self.precision.precision!r}, but FlatFSDP casts; leave it out, and "
                 "wrap the model with precision=flatfsdp.Precision(compute=...)"
             )
+        instead = "checkpoint.CheckpointManager(folder, async_save=True) writes in a thread"
+        require_no_checkpoint_io(self._checkpoint_io, instead)
         super().setup_environment()
 
     def setup_module(self, module: nn.Module) -> nn.Module:

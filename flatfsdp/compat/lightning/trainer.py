@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from flatfsdp.checkpoint import Writer
+from flatfsdp.checkpoint.background import BackgroundSave
 from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
-from flatfsdp.checkpoint.saving import write
+from flatfsdp.checkpoint.saving import sharded_training_state, write
 from flatfsdp.comm.paths import local_path
 from flatfsdp.compat.training_loops import (
     open_folder,
     require_current,
+    require_no_checkpoint_io,
     require_no_lanes,
     require_place,
     shard_as_ddp,
@@ -75,6 +77,9 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             computes; its gradients and optimizer state are still sharded.
         overwrite: whether a checkpoint replaces another one in its folder; the old one stays loadable until
             the new one is complete.
+        async_save: whether a thread writes checkpoints while training goes on, from a copy in host memory.
+            The next save, a load and the end of `fit` wait for it, and raise its error on every rank;
+            checkpoints that a callback removes are removed then.  It takes the place of AsyncCheckpointIO.
         process_group_backend: backend, as for Lightning's DDPStrategy.
         process_group_timeout: timeout of the process group, which DDPStrategy calls timeout.
         start_method: how processes are started, as for Lightning's DDPStrategy.
@@ -93,6 +98,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         policy: WrapPolicy | None = None,
         *,
         overwrite: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         process_group_timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -109,6 +115,9 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         self._policy, self._overwrite, self._options = policy, overwrite, options
         self.ema: EMA | None = None
         self._gathered = ExitStack()
+        self._background = BackgroundSave() if async_save else None
+        # What is to be removed once the save in flight has ended.
+        self._superseded: list[str | Path] = []
 
     def __repr__(self) -> str:
         """The place of each strategy: Fabric shows this when it refuses the Trainer's as invalid."""
@@ -138,10 +147,12 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
         Raises:
             ValueError: if only a part of it is sharded, or the module is on another device or over other
-                ranks; if checkpoints are to be saved to a URL; in `fit`, if it has lanes.
+                ranks; if checkpoints are to be saved to a URL, or by a CheckpointIO; in `fit`, if it has
+                lanes.
             TypeError: if it cannot be sharded in place.
             NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
+        require_no_checkpoint_io(self._checkpoint_io, "FlatFSDPStrategy(async_save=True) writes in a thread")
         for callback in trainer.callbacks:
             if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
                 raise NotImplementedError(
@@ -243,6 +254,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         Raises:
             NotImplementedError: with storage_options; if a hook or callback has replaced a state dict in
                 `checkpoint`, by averaged weights for example.
+            CheckpointError: with `async_save`, if the save before has failed; nothing is saved then.
             Exception: what `flatfsdp.checkpoint.save` raises, on every rank.
         """
         if storage_options is not None:
@@ -257,8 +269,34 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         path = local_path(self.broadcast(filepath))
         # Hyperparameters of a module may be of any class, and a run should not end for them.
+        self._wait_for_save()
         writer = Writer(path, overwrite=self._overwrite, extra=extra, weights_only=False)
-        write(writer, self._module, optimizer, self.ema)
+        if self._background is None:
+            write(writer, self._module, optimizer, self.ema)
+            return
+        state = sharded_training_state(self._module, optimizer, self.ema)
+        self._background.start(str(path), writer, state, self._module, lambda: None)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint; with `async_save` not before the next one is whole."""
+        if self._background is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._superseded.append(filepath)
+
+    def on_train_end(self) -> None:
+        """Waits for the save in flight."""
+        super().on_train_end()
+        self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        if self._background is None:
+            return
+        superseded, self._superseded = self._superseded, []
+        # They stay if the save has failed.
+        self._background.wait()
+        for path in superseded:
+            super().remove_checkpoint(path)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -275,6 +313,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             ValueError: for a file, in `fit`; if model or optimizer is not what was saved.
             Exception: what `flatfsdp.checkpoint.load` raises, on every rank, before anything has changed.
         """
+        self._wait_for_save()
         path, module = local_path(self.broadcast(checkpoint_path)), self._module
         if path.is_file():
             return self._load_file(path, weights_only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -369,6 +370,30 @@ def tutorial(name: str, _: pytest.CaptureFixture[str]) -> None:
     expected, losses = (re.findall(r"loss (\d\.\d+)", text) for text in (shown[1], done.stdout))
     assert len(losses) == 4 and losses[-1] == losses[-2]
     assert [float(loss) for loss in losses] == pytest.approx([float(loss) for loss in expected], rel=0.1)
+    # The rows of a step, over the end of an epoch, on one rank and on three.
+    functions = re.search(r"def row\(.*?world\)\]\)\n", BLOCKS[name], re.DOTALL)
+    assert functions is not None
+    training = torch.arange(244)
+    (whole,), parts = (
+        [
+            run_alone(functions[0], torch=torch, training=training, rank=rank, world=world)["rows_after"](230)
+            for rank in range(world)
+        ]
+        for world in (1, 3)
+    )
+    assert torch.equal(torch.cat(parts).sort().values, whole.sort().values)
+    assert len({*whole[:14].tolist()}) == 14 and len({*whole[14:].tolist()}) == 18
+
+
+def a_resumed_loader(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads on where it was, in the second epoch."""
+    pytest.importorskip("torchdata")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = run_alone(BLOCKS[name])
+        shutil.rmtree("out")
+        whole = found["train"](40)
+    assert capsys.readouterr().out == f"batches {whole}\n" and len({*whole}) == 40
 
 
 def a_model_in_fp8(name: str, _: pytest.CaptureFixture[str]) -> None:
@@ -512,6 +537,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
     "metrics.report(": a_watched_run,
+    "StatefulDataLoader(data": a_resumed_loader,
     "layer = TransformerLayer(": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,

@@ -126,7 +126,7 @@ WITH_TENSORBOARD = """
 import pathlib, runpy, sys, types
 
 class SummaryWriter:
-    def __init__(self, folder):
+    def __init__(self, folder, purge_step):
         pathlib.Path(folder).mkdir()
         self.file = open(f"{folder}/points", "w")
     def add_text(self, name, text):
@@ -235,12 +235,18 @@ def test_with_lanes_a_run_goes_on_with_the_same_bits_on_other_ranks(
 def test_when_gradients_are_reduced_is_a_setting_of_the_run(tmp_path: Path) -> None:
     """It changes the order of sums over two shards, but not over two stages."""
     options = ("--steps", "2", "--grad-sync", "every", "--pp")
-    for pp, said in (("1", "every"), ("2", "last")):
+    for pp, said, sequences in (("1", "every", 8), ("2", "last", 4)):
         folder = tmp_path / pp
         folder.mkdir()
         assert [step["step"] for step in resume(folder, *options, pp)] == [1, 2]
-        (extra,) = folder.glob("checkpoints/*/extra-*.pt")
-        assert torch.load(extra)["settings"]["grad sync"] == said
+        (file,) = folder.glob("checkpoints/*/extra-*.pt")
+        extra = torch.load(file)
+        assert (extra["settings"]["grad sync"], extra["sequences"]) == (said, sequences)
+    # "auto" is the setting that it chooses, on a CPU "last".
+    refused = run_program(
+        *command_of(tmp_path), *options[:-2], "auto", "--pp", "1", "--out", tmp_path / "1", ranks=2, **NO_GPU
+    )
+    assert "grad sync was every and is last" in " ".join(refused.stderr.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -252,6 +258,28 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_run_goes_on_with_the_next_text_in_other_batches(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence is read once, in its order."""
+    read: list[int] = []
+    sample_from = example.Sampler.sample_from
+
+    def noted(text: Any, number: int) -> Any:
+        read.extend(range(number, number + text.batch))
+        return sample_from(text, number)
+
+    monkeypatch.setattr(example.Sampler, "sample_from", noted)
+    command = [*command_of(tmp_path)[1:], "--pp", "1", "--precision", "fp32", "--device", "cpu"]
+    # A step of 2 x 1 sequences, then of 1 x 3.
+    for steps, sizes in (("2", ()), ("4", ("--microbatches", "1", "--batch", "3", "--accept-changes"))):
+        result = CliRunner().invoke(example.app, [*command, "--steps", steps, *sizes])
+        assert result.exit_code == 0, result.output
+    assert read == list(range(2 * 2 + 2 * 3))
+    (extra,) = tmp_path.glob("checkpoints/step-00000004/extra-*.pt")
+    assert torch.load(extra)["sequences"] == len(read)
 
 
 def test_lanes_say_when_gradients_are_reduced(example: Any) -> None:

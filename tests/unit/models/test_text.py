@@ -66,6 +66,15 @@ def test_a_batch_depends_on_its_place_and_on_nothing_else(sampler: Sampler) -> N
     assert not torch.equal(reseeded.sample(2, 1, 0)[0], first)
 
 
+def test_a_numbered_window_depends_on_its_number_alone(sampler: Sampler) -> None:
+    first, second = sampler.sample_from(0), sampler.sample_from(3)
+    whole = Sampler(sampler.bytes_n, batch=6, seq=16, seed=0).sample_from(0)
+    for some, others, all_six in zip(first, second, whole, strict=True):
+        assert torch.equal(torch.cat([some, others]), all_six)
+    assert len({tuple(row.tolist()) for row in whole[0]}) > 3
+    assert torch.equal((whole[0] + 1) % 256, whole[1])
+
+
 def test_the_shortest_corpus_has_one_window() -> None:
     tokens_bt, targets_bt = Sampler(torch.arange(9, dtype=torch.uint8), batch=1, seq=8, seed=0).sample(
         0, 0, 0

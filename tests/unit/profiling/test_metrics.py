@@ -162,7 +162,7 @@ def test_each_log_gets_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setitem(sys.modules, "tensorboard", sys.modules["wandb"])
     for first in (1, 2):
-        logs = open_logs(("jsonl", "tensorboard", "wandb", "jsonl"), tmp_path, {"lr": 0.1})
+        logs = open_logs(("jsonl", "tensorboard", "wandb", "jsonl"), tmp_path, {"lr": 0.1}, first=first)
         assert len(logs) == 3
         for log in logs:
             log.write(first, {"loss": math.nan, "mfu": None, "norm": 0.5})
@@ -172,7 +172,7 @@ def test_each_log_gets_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         {"step": step, "loss": None, "mfu": None, "norm": 0.5} for step in (1, 2)
     ]
     board, run = (each.told for each in made[:2])
-    assert board[0] == str(tmp_path / "tensorboard") and board[2][0] == "add_text"
+    assert board[:2] == [str(tmp_path / "tensorboard"), {"purge_step": 1}] and board[2][0] == "add_text"
     assert board[4:] == [("add_scalar", "norm", 0.5, 1), ("close",)]
     assert run[0] == {"dir": str(tmp_path), "config": {"lr": 0.1}, "resume": "auto"}
     assert run[1][1].keys() == {"loss", "norm"} and run[1][2] == 1 and run[2] == ("finish",)
@@ -182,12 +182,17 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (log,) = open_logs(["tensorboard"], tmp_path)
-    log.write(7, {"loss": 0.5})
-    log.close()
+    # A run that was killed after step 7, and goes on after step 5.
+    for first, last, loss in ((1, 7, 0.5), (6, 8, 0.25)):
+        (log,) = open_logs(["tensorboard"], tmp_path, first=first)
+        for step in range(first, last + 1):
+            log.write(step, {"loss": loss, "mfu": None})
+        log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.5)]
+    assert events.Tags()["scalars"] == ["loss"]
+    points = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert points == [(step, 0.5 if step < 6 else 0.25) for step in range(1, 9)]
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

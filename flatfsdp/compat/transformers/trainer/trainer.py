@@ -60,7 +60,7 @@ from flatfsdp.profiling.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 SIZES = "sizes of a step"
-"""What such a folder has beside them of a training with lanes."""
+"""What such a folder has beside them: from it and the steps follows which samples have been read."""
 
 T = TypeVar("T", bound="FlatTrainer")
 
@@ -444,10 +444,18 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         if checkpoint_folder is None or not _goes_on(checkpoint_folder):
             return
         extra = checkpoint.load(Path(checkpoint_folder) / STATE, self.model, plain_optimizer(self.optimizer))
-        if self._lanes is not None and extra.get(SIZES, self._step_sizes) != self._step_sizes:
+        skips_data = self._lanes is not None or not self.args.ignore_data_skip
+        if skips_data and extra.get(SIZES, self._step_sizes) != self._step_sizes:
+            way_out = "choose gradient_accumulation_steps such that ranks times its value stay"
+            if self._lanes is None:
+                # From its steps Trainer computes what it has read.
+                way_out = (
+                    "samples would be left out, or come again; choose gradient_accumulation_steps such that "
+                    "this stays, or begin the data anew with ignore_data_skip=True"
+                )
             raise ValueError(
                 f"{checkpoint_folder} is of a training with {extra[SIZES]}, and this one has "
-                f"{self._step_sizes}: choose gradient_accumulation_steps such that ranks times its value stay"
+                f"{self._step_sizes}: {way_out}"
             )
         scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
@@ -457,13 +465,18 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
     @property
     def _extra(self) -> dict[str, Any]:
         """What `flatfsdp/` has beside the shards."""
-        return {} if self._lanes is None else {SIZES: self._step_sizes}
+        return {SIZES: self._step_sizes}
 
     @property
     def _step_sizes(self) -> str:
         """What a step consists of, on all ranks together."""
-        total = self.args.gradient_accumulation_steps * self.model.fsdp_state.grid.num_ranks
-        return f"{total} microbatches of {self.args.train_batch_size} a step"
+        batch, total = self.args.train_batch_size, self.args.gradient_accumulation_steps
+        accelerator_config: Any = self.args.accelerator_config
+        if not accelerator_config.split_batches:
+            total *= self.model.fsdp_state.grid.num_ranks
+        if self._lanes is None:
+            return f"{total * batch} samples a step"
+        return f"{total} microbatches of {batch} a step"
 
     def _load_best_model(self) -> None:
         self._wait_for_save()
