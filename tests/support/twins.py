@@ -111,7 +111,8 @@ SCALE = 4.0
 
 
 def _optimizer(kind: str, params: Any, decay: float, max_norm: float | None = None) -> Any:
-    """`kind`: whose, what and how, as in "our SGD nesterov"; "our" ones clip if they are given a norm."""
+    """`kind`: whose, what and how, as in "our SGD nesterov" or "torch AdamW fused"; "our" ones clip if they
+    are given a norm."""
     whose, what, *how = kind.split()
     namespace: Any = flatfsdp.optim if whose == "our" else torch.optim
     options: dict[str, Any] = {"max_grad_norm": max_norm} if whose == "our" else {}
@@ -119,6 +120,7 @@ def _optimizer(kind: str, params: Any, decay: float, max_norm: float | None = No
         options |= {"lr": 0.02, "momentum": 0.9, "nesterov": "nesterov" in how}
     else:
         options |= {"lr": 1e-2}
+    options |= {"fused": True} if "fused" in how else {"foreach": False} if "single" in how else {}
     return getattr(namespace, what)(params, weight_decay=decay, **options)
 
 

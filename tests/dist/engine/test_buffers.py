@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -9,14 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import Debug, Precision, Prefetch, by_class, microbatches, shard
 from flatfsdp.engine.storage.state import ShardState
 from flatfsdp.engine.whole.units import named_groups
 from tests.support.meshes import REPLICATED
-from tests.support.models import FLAGS, Block, Net, backward, build, data, grads_of, plain_net, same
+from tests.support.models import (
+    FLAGS,
+    Block,
+    Net,
+    RecomputedNet,
+    build,
+    data,
+    each_policy,
+    grads_of,
+    plain_net,
+    same,
+    same_trace,
+    train,
+)
 from tests.support.ranks import on_ranks
 
 
@@ -24,33 +38,9 @@ def groups(model: Any) -> list[Any]:
     return [group for _, group in named_groups(model)]
 
 
-def allocated_grads(model: Any) -> int:
-    return sum(group.main_grad.holds_gradients for group in groups(model))
-
-
 def unsharded(model: Any) -> list[bool]:
     """Whether each unit's full parameters are in memory, root first."""
     return [g.state.shard is not ShardState.SHARDED for g in groups(model)]
-
-
-@FLAGS
-@on_ranks(2)
-def test_the_fp32_buffer_lives_from_first_gradient_to_reduction(rank: int, flag: bool) -> None:
-    model = build(optimize_backward_concat=flag)
-    assert allocated_grads(model) == 0, "after construction"
-    tokens = next(data(rank, 1, 1))[0]
-    with torch.no_grad():
-        model(tokens)
-    assert allocated_grads(model) == 0, "after an eval forward"
-    model.state_dict()
-    assert allocated_grads(model) == 0, "after state_dict"
-    loss = model(tokens)
-    assert allocated_grads(model) == 0, "after a training forward"
-    with model.no_sync():
-        loss.backward()
-    assert allocated_grads(model) == 4, "between microbatches"
-    model(tokens).backward()
-    assert allocated_grads(model) == 0, "after the reducing backward"
 
 
 NONE, ROOT, ALL = [False] * 4, [True] + [False] * 3, [True] * 4
@@ -99,18 +89,6 @@ def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, f
         model(batches[0]).backward()
     assert [resident for resident, _ in seen] == [3, 3, 2], "the root, this block and the next"
     assert [landed for _, landed in seen] in ([0, 1, 2], [1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("reshard", "count", "calls"), [(True, 1, 7), (True, 4, 28), (False, 1, 4), (False, 4, 4)]
-)
-@on_ranks(2)
-def test_number_of_collectives(rank: int, reshard: bool, count: int, calls: int) -> None:
-    """Root gathered once a microbatch, inner units twice (ZeRO-3), or all once a step; each reduced once."""
-    model = build(reshard_after_forward=reshard)
-    backward(model, next(data(rank, 1, count)))
-    counted = dict(model.fsdp_state.shared.ledger.calls)
-    assert (counted["gather"], counted["reduce"]) == (calls, 4)
 
 
 class Constant(nn.Module):
@@ -217,20 +195,6 @@ def test_an_update_reaches_weights_that_are_still_gathered(rank: int, options: A
     torch.testing.assert_close(model(tokens), plain(tokens))
 
 
-@FLAGS
-@on_ranks(2)
-def test_a_sharded_parameter_reads_as_nan(rank: int, flag: bool) -> None:
-    """Reading a parameter whose memory is gone must not crash the process."""
-    model = build(optimize_backward_concat=flag, reshard_after_forward=False)
-    tokens = next(data(rank, 1, 1))[0]
-    weight = model.blocks[0].up.weight
-    assert weight.shape == (60, 20)
-    assert weight.isnan().all()
-    assert "nan" in repr(weight)
-    model(tokens)
-    assert not model.blocks[0].up.weight.isnan().any(), "kept after forward"
-
-
 class Opaque:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -292,3 +256,155 @@ def test_a_model_that_is_dropped_frees_its_buffers(flag: bool) -> None:
     gc.collect()
     assert group() is None
     assert parameter() is None
+
+
+# ---- parameters stay until the last gradient that needs them is there ------------------------------------
+
+
+class DetachedUse(nn.Module):
+    """All gradients of the weight land before the input's gradient, which needs the weight, is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.detach() + torch.ones_like(x) * self.weight
+
+
+class FrozenBelow(nn.Module):
+    """A frozen layer under a trained one, called on two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.trained = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(torch.tanh(self.frozen(x)))
+
+
+class Twice(nn.Module):
+    def __init__(self, unit: nn.Module, recompute: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.unit = unit
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(self.unit, y, use_reentrant=True) if self.recompute else self.unit(y)
+        return (y * self.unit(self.first(-x))).square().mean()
+
+
+@FLAGS
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("unit", [DetachedUse, FrozenBelow])
+@on_ranks(2)
+def test_parameters_stay_until_the_gradients_of_the_inputs_are_there(
+    unit: Any, recompute: bool, poison: bool, flag: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=poison)}
+    torch.manual_seed(0)
+    plain = Twice(unit(), recompute)
+    sharded = copy.deepcopy(plain)
+    sharded.unit = shard(sharded.unit, **options)
+    model = shard(sharded, **options)
+    x = torch.randn(4, 8)
+    model(x).backward()
+    plain(x).backward()
+    for each in (model, plain):
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=1.0).step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+class FrozenBetween(nn.Module):
+    """A unit around a unit: its frozen layer is needed after its trained one has landed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner = shard(nn.Linear(4, 4), **options)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.inner(x))).sum()
+
+
+@FLAGS
+@pytest.mark.parametrize("poison", [False, True])
+@on_ranks(2)
+def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
+    poison: bool, flag: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "debug": Debug(poison_on_free=poison)}
+    torch.manual_seed(0)
+    model = shard(FrozenBetween(options), **options)
+    model(torch.ones(2, 4)).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+@FLAGS
+@on_ranks(2)
+def test_reentrant_recomputation_frees_each_unit_after_its_backward(rank: int, flag: bool) -> None:
+    """Units in memory when each block's norm has its gradient, with reentrant recomputation around blocks."""
+    model: Any = shard(RecomputedNet(reentrant=True), by_class(Block), optimize_backward_concat=flag)
+    seen: list[int] = []
+    units = [m.fsdp_state for m in (model, *model.blocks)]
+
+    def count(*_: Any) -> None:
+        seen.append(sum(not unit.is_sharded for unit in units))
+
+    for block in model.blocks:
+        block.norm.register_full_backward_hook(count)
+    for (tokens,) in data(rank, 2, 1):
+        seen.clear()
+        model(tokens).backward()
+    assert seen == [2, 2, 2], "the root and the block itself"
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------
+
+
+@each_policy
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("around", [False, True], ids=["inside the unit", "around the unit"])
+@on_ranks(2)
+def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool, policy: Any) -> None:
+    nets = (plain_net(net) for net in (Net, partial(RecomputedNet, reentrant, around)))
+    models = (shard(net, by_class(Block), **policy) for net in nets)
+    result = same_trace(*(train(model, rank, steps=2, count=2) for model in models))
+    assert all(result.values()), result
+
+
+class InsideAndOutside(nn.Module):
+    """One layer, used plainly and inside a reentrant checkpoint, in either order."""
+
+    def __init__(self, recompute: tuple[bool, bool]) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for recompute in self.recompute:
+            x = (checkpoint(self.layer, x, use_reentrant=True) if recompute else self.layer(x)).tanh()
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("recompute", [(False, True), (True, False), (True, True)])
+@on_ranks(2)
+def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(rank: int, recompute: Any) -> None:
+    grads, reductions = [], []
+    for flag in (False, True):
+        torch.manual_seed(0)
+        model = shard(InsideAndOutside(recompute), optimize_backward_concat=flag)
+        torch.manual_seed(rank)
+        model(torch.randn(3, 5)).backward()
+        grads.append(grads_of(model))
+        reductions.append(model.fsdp_state.shared.ledger.calls["reduce"])
+    assert same(*grads)
+    assert reductions == [1, 1], "what a nested backward brings does not count as the outer one's"

@@ -25,7 +25,6 @@ def test_compiled_blocks_give_the_bits_of_eager_ones(rank: int) -> None:
     eager = trained(None)
     for options in (
         {"optimize_backward_concat": False},
-        {"optimize_backward_concat": True},
         {"optimize_backward_concat": True, "reshard_after_forward": False},
     ):
         # It traces forward and backward, as any backend, and makes no code.

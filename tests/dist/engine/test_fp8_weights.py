@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.copy_counter import CopyCounter, Kind
 from flatfsdp import Precision, by_class, checkpoint, fp8, microbatches, shard
@@ -22,8 +20,8 @@ from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
-from tests.support.meshes import REPLICATED
-from tests.support.models import same, update
+from tests.support.meshes import HYBRID, REPLICATED
+from tests.support.models import each_policy, same, update
 from tests.support.ranks import on_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
@@ -45,30 +43,22 @@ def assert_same_runs(rank: int, *models: Any) -> None:
         assert_same_state(runs[0][1], state)
 
 
-def parity(rank: int, compute: torch.dtype, fuse: Any) -> None:
-    for flag, reshard in itertools.product((False, True), repeat=2):
-        options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-        assert_same_runs(rank, *(build(in_fp8, compute, fuse, **options) for in_fp8 in (False, True)))
-
-
+@each_policy
 @pytest.mark.parametrize("fuse", [False, True, "two_pass"])
 @pytest.mark.parametrize("compute", [FP32, BF16], ids=["fp32", "bf16"])
-@on_ranks(1, 2)
-def test_the_same_bits_as_layers_that_cast_their_own_weights(rank: int, compute: Any, fuse: Any) -> None:
-    parity(rank, compute, fuse)
+@on_ranks(1, 2, 4)
+def test_the_same_bits_as_layers_that_cast_their_own_weights(
+    rank: int, compute: torch.dtype, fuse: Any, policy: dict[str, Any]
+) -> None:
+    """Shard boundaries may cut weights anywhere, most of all on four ranks."""
+    assert_same_runs(rank, *(build(in_fp8, compute, fuse, **policy) for in_fp8 in (False, True)))
 
 
+@pytest.mark.parametrize("sync", ["last", "every"])
 @on_ranks(4)
-def test_the_same_bits_on_four_ranks(rank: int) -> None:
-    """Shard boundaries may cut weights anywhere."""
-    parity(rank, BF16, True)
-
-
-@on_ranks(4)
-def test_hybrid_sharding(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    for sync in ("last", "every"):
-        assert_same_runs(rank, *(build(in_fp8, BF16, mesh=mesh, grad_sync=sync) for in_fp8 in (False, True)))
+def test_hybrid_sharding(rank: int, sync: str) -> None:
+    options = {**HYBRID, "grad_sync": sync}
+    assert_same_runs(rank, *(build(in_fp8, BF16, **options) for in_fp8 in (False, True)))
 
 
 @on_ranks(2)

@@ -101,14 +101,6 @@ class Diffusion(nn.Module):
         return y
 
 
-@on_ranks(1)
-def test_times_that_bf16_cannot_tell_apart_give_different_outputs() -> None:
-    model = net(kind=Diffusion)
-    first, second = model(torch.zeros(2, WIDTH), torch.tensor([998.0, 999.0]))
-    assert torch.tensor(998.0).bfloat16() == torch.tensor(999.0).bfloat16()
-    assert not torch.equal(first, second)
-
-
 def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -168,7 +160,8 @@ class Sparse(nn.Module):
         losses: list[Tensor] = []
         state = {"h": torch.zeros(WIDTH)}
         for layer in self.layers:
-            x = layer(x, losses, state)
+            # In FP32 on purpose, beside activations of 16 bits, as the weights of experts.
+            x = layer(x, losses, state, routing=x.float() if x.dtype == torch.bfloat16 else None)
         return x.float().sum() + torch.stack(losses).sum() + state["h"].sum()
 
 
@@ -177,8 +170,11 @@ class Expert(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, losses: list[Tensor], state: dict[str, Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, losses: list[Tensor], state: dict[str, Tensor], routing: Tensor | None
+    ) -> Tensor:
         assert x.dtype == self.weight.dtype == torch.bfloat16
+        assert routing is None or routing.dtype == torch.float32
         losses.append((x.float() * 1e-3).square().mean(0))
         state["h"] = state["h"] + self.weight.float()
         assert state["h"].dtype == torch.float32
@@ -191,35 +187,6 @@ def test_lists_and_dicts_that_layers_write_to_are_the_callers(policy: str) -> No
     model = shard(Sparse(Expert), by_class(Expert) if policy == "units" else None, precision=BF16)
     x = torch.ones(2, WIDTH)
     assert model(x).item() == pytest.approx(WIDTH * (2 + 3e-6 + 3), abs=1e-5)
-
-
-class Routed(nn.Module):
-    """Experts whose weights are in FP32 on purpose, beside 16-bit activations."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, WIDTH))
-
-        def forward(self, x: Tensor, routing: Tensor) -> Tensor:
-            assert routing.dtype == torch.float32
-            return (routing @ self.weight.float()).to(x.dtype) * x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.experts = nn.Embedding(4, WIDTH), Routed.Experts()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        y: Tensor = self.experts(x, routing=x[..., :2].float().softmax(-1))
-        return y
-
-
-@pytest.mark.parametrize("in_units", [False, True])
-@on_ranks(1)
-def test_fp32_beside_activations_of_16_bits_stays(in_units: bool) -> None:
-    policy = by_class(Routed.Experts) if in_units else None
-    assert shard(Routed(), policy, precision=BF16)(torch.arange(4)).dtype == torch.bfloat16
 
 
 @on_ranks(2)
@@ -283,14 +250,32 @@ def test_a_layer_that_was_a_model_of_its_own_casts_as_a_unit_afterwards() -> Non
     assert not any(map(is_cast, block.up._forward_pre_hooks.values()))
 
 
+class Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_freed = False
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        old = weakref.ref(cache["k"])
+        cache["k"] = torch.cat([cache["k"], x])
+        self.is_freed = old() is None
+        y: Tensor = self.linear(cache["k"].to(self.linear.weight.dtype))
+        return y
+
+
 @on_ranks(1)
-def test_inputs_are_not_kept_by_casts() -> None:
-    model, x = net(), torch.randn(2, WIDTH)
-    alive = weakref.ref(x)
-    with torch.no_grad():
-        model(x, torch.zeros(2))
-    del x
-    assert alive() is None
+def test_inputs_are_the_callers_and_nobody_keeps_them() -> None:
+    """A forward may replace them, and their memory is free then; it is free once the caller drops them."""
+    for precision in (Precision(), BF16):
+        model, cache = shard(Cache(), precision=precision), {"k": torch.randn(2, WIDTH)}
+        x = torch.randn(1, WIDTH)
+        alive = weakref.ref(x)
+        with torch.no_grad():
+            model(x, cache)
+        assert model.is_freed
+        del x
+        assert alive() is None
 
 
 @on_ranks(1)

@@ -33,8 +33,10 @@ TOGETHER = ("", "", "")
 Record = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def build(kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
-    net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
+def build(
+    kind: type[QKV] = QKV, fuse: Any = True, freezes: tuple[str, ...] = (), bias: bool = True, **options: Any
+) -> Any:
+    net = Net(kind, fuse, freezes, bias=bias)
     return shard(net, by_class(Layer), **{"debug": Debug(poison_on_free=True), **options})
 
 
@@ -90,20 +92,45 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fuse", "compute"),
+def stored_in_fp8(compute: torch.dtype = torch.float32) -> Precision:
+    return Precision(compute=compute, fp8_weights=RECIPE)
+
+
+BF16 = torch.bfloat16
+FROZEN = tuple(f"layers.{layer}.qkv" for layer in range(2))
+"""All but norms and outputs, which are trained like adapters."""
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "fp32": (2, {"fuse": False}, {}),
+    "fused": (2, {"precision": Precision(compute=BF16)}, {}),
     # On four ranks shard boundaries may cut packs anywhere.
-    [(2, False, torch.float32), (2, True, torch.bfloat16), (4, True, torch.bfloat16)],
-)
+    "fused, 4 ranks": (4, {"precision": Precision(compute=BF16)}, {}),
+    "nothing is trained in one step": (2, {}, {"frozen_in": 1}),
+    "stored in FP8": (2, {"fuse": False, "precision": stored_in_fp8()}, {"recipe": RECIPE}),
+    "stored in FP8, fused, 4 ranks": (4, {"precision": stored_in_fp8()}, {"recipe": RECIPE}),
+    "an optimizer that takes the amaxes": (
+        *(2, {"precision": stored_in_fp8(BF16)}),
+        {"recipe": RECIPE, "optimizer_class": AdamW},
+    ),
+    "stored in FP8, frozen": (2, {"freezes": FROZEN, "precision": stored_in_fp8(BF16)}, {"recipe": RECIPE}),
+}
+"""Number of ranks; options of the model, and of its training."""
+
+
+@pytest.mark.parametrize(("world_size", "options", "training"), CASES.values(), ids=CASES)
 @on_ranks()
-def test_the_same_bits_as_one_weight(rank: int, fuse: bool, compute: torch.dtype) -> None:
-    precision = Precision(compute=compute)
-    expected = train(build(kind=OneWeight, fuse=fuse, precision=precision), rank)
-    for options in SETTINGS:
-        model = build(fuse=fuse, precision=precision, **options)
-        losses, state = train(model, rank)
+def test_the_same_bits_as_one_weight(rank: int, options: dict[str, Any], training: dict[str, Any]) -> None:
+    """Weights that are stored in FP8 have one scale a pack."""
+    expected = train(build(OneWeight, **options), rank, **training)
+    for setting in SETTINGS:
+        model = build(**options, **setting)
+        losses, state = train(model, rank, **training)
         assert_same((losses, in_one_weight(state)), expected)
         assert all(is_packed(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
+        stored = [group for _, group in named_groups(model) if group.layout.role is Role.FP8]
+        assert [len(group.layout.slots) for group in stored] == ([3, 3] if "recipe" in training else [])
+        for group in stored:
+            scale = group.compute_shard.scales.scale
+            assert len(scale) == 3 and len(scale.unique()) == 1
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -128,14 +155,6 @@ def test_a_frozen_part_is_multiplied_apart(rank: int) -> None:
     for run in runs[1:]:
         assert_same(run, runs[0])
     assert torch.equal(runs[0][1]["layers.0.qkv.parts.k.weight"], Net().layers[0].qkv.parts["k"].weight)
-
-
-@on_ranks(2)
-def test_requires_grad_is_followed(rank: int) -> None:
-    expected = train(build(kind=OneWeight), rank, frozen_in=1)
-    for options in SETTINGS:
-        losses, state = train(build(**options), rank, frozen_in=1)
-        assert_same((losses, in_one_weight(state)), expected)
 
 
 def sum_of_squares(layer: Any) -> Tensor:
@@ -182,48 +201,6 @@ def test_recomputation(rank: int, reentrant: bool) -> None:
 
 
 # ---- stored in FP8 ------------------------------------------------------------------------------------
-
-
-def stored_in_fp8(compute: torch.dtype = torch.float32) -> Precision:
-    return Precision(compute=compute, fp8_weights=RECIPE)
-
-
-@pytest.mark.parametrize(("world_size", "fuse"), [(2, False), (4, True)])
-@on_ranks()
-def test_weights_stored_in_fp8(rank: int, fuse: bool) -> None:
-    """One scale a pack: the bits of one weight that is stored in FP8."""
-    expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
-    for options in SETTINGS:
-        model = build(fuse=fuse, precision=stored_in_fp8(), **options)
-        losses, state = train(model, rank, recipe=RECIPE)
-        assert_same((losses, in_one_weight(state)), expected)
-        stored = [group for _, group in named_groups(model) if group.layout.role is Role.FP8]
-        assert [len(group.layout.slots) for group in stored] == [3, 3]
-        for group in stored:
-            scale = group.compute_shard.scales.scale
-            assert len(scale) == 3 and len(scale.unique()) == 1
-
-
-@on_ranks(2)
-def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
-    models = (build(kind, precision=stored_in_fp8(torch.bfloat16)) for kind in (OneWeight, QKV))
-    expected, (losses, state) = (train(model, rank, recipe=RECIPE, optimizer_class=AdamW) for model in models)
-    assert_same((losses, in_one_weight(state)), expected)
-
-
-@on_ranks(2)
-def test_frozen_weights_stored_in_fp8(rank: int) -> None:
-    """The norms and outputs around them are trained, like adapters."""
-
-    def case(kind: type[QKV], **options: Any) -> Record:
-        freezes = tuple(f"layers.{layer}.qkv" for layer in range(2))
-        model = build(kind=kind, freezes=freezes, precision=stored_in_fp8(torch.bfloat16), **options)
-        return train(model, rank, recipe=RECIPE)
-
-    expected = case(OneWeight)
-    for options in SETTINGS:
-        losses, state = case(QKV, **options)
-        assert_same((losses, in_one_weight(state)), expected)
 
 
 @on_ranks(2)

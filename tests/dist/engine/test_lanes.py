@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,22 +12,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp import Lanes, Precision, microbatches, shard
+from flatfsdp import Lanes, Precision, microbatches, replayed, shard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.whole.units import named_groups
+from flatfsdp.fp8 import autocast
+from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage
+from tests.support.assertions import assert_raises
+from tests.support.fp8_layers import SHORT
+from tests.support.fp8_training import batch as fp8_batch
+from tests.support.fp8_training import build as build_fp8
 from tests.support.lanes import (
     IN_BLOCKS,
     LAYOUTS,
+    ZERO2,
     Layouts,
     OfStep,
     assert_layouts_agree,
     assert_same_bits,
+    differing,
     microbatch,
 )
-from tests.support.meshes import REPLICATED, replicating
+from tests.support.meshes import HYBRID, REPLICATED, replicating
 from tests.support.models import VOCAB, backward, build, plain_net, update
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tape import taped
 
 STEPS, TOTAL = 2, 12
 BF16 = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
@@ -89,33 +99,27 @@ def test_all_layouts_have_the_same_bits(
 # ---- what does not fit is said on all ranks, before anything is sent ---------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+@on_ranks(2)
+def test_lanes_that_do_not_fit() -> None:
+    for options, error, message in (
         ({"lanes": 3}, ValueError, r"lanes=3 over 2 ranks: .* take a multiple of 2 as lanes"),
         ({"lanes": 0}, ValueError, "number is 0; it must be a positive integer"),
         ({"lanes": True}, ValueError, "number is True"),
         ({"lanes": 4, "grad_sync": "every"}, ValueError, 'leave out grad_sync="every"'),
         ({"lanes": Lanes(12, block=3)}, ValueError, "blocks of 3 lanes over 2 ranks"),
         ({"lanes": Lanes(4, block=4), **REPLICATED}, ValueError, r"blocks of 4 on a mesh of \(2, 1\)"),
-    ],
-)
-@on_ranks(2)
-def test_lanes_that_do_not_fit_the_ranks(options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        build(**options)
-
-
-@on_ranks(2)
-def test_blocks_are_whole() -> None:
-    with pytest.raises(ValueError, match="12 lanes are no whole number of blocks of 5"):
-        Lanes(12, block=5)
-
-
-@on_ranks(2)
-def test_tensor_parallelism_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match="leave out lanes or tp_group"):
-        build(lanes=2, mesh=alone(), tp_group=dist.group.WORLD)
+        (
+            {"lanes": 2, "mesh": alone(), "tp_group": dist.group.WORLD},
+            NotImplementedError,
+            "leave out lanes or tp_group",
+        ),
+    ):
+        assert_raises(error, message, build, **options)
+    assert_raises(ValueError, "12 lanes are no whole number of blocks of 5", Lanes, 12, block=5)
+    # Microbatches leave statistics behind, in the order in which they come.
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert_raises(ValueError, "1 is a BatchNorm1d, whose statistics", shard, net, lanes=2)
+    shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), lanes=2)
 
 
 @on_ranks(2)
@@ -144,16 +148,17 @@ def test_microbatches_that_lanes_do_not_divide() -> None:
 @on_ranks(2)
 def test_a_loop_that_does_not_tell_where_lanes_end() -> None:
     model = build(lanes=4)
-    with pytest.raises(RuntimeError, match=r"2 lanes in a step; run .* inside flatfsdp\.microbatches"):
+    words = r"2 lanes in a step; run .* inside flatfsdp\.microbatches.* no_sync\(\) and set_is_last_backward"
+    for context in (nullcontext, model.no_sync):
+        with context(), pytest.raises(RuntimeError, match=words):
+            model(microbatch(0, 0))
+    model.set_is_last_backward(False)
+    with pytest.raises(RuntimeError, match=words):
         model(microbatch(0, 0))
+    model.set_is_last_backward(True)
     # Evaluations have no lanes.
     with torch.no_grad():
         model(microbatch(0, 0))
-    model = build(lanes=2)
-    with model.no_sync():
-        model(microbatch(0, 0)).backward()
-    model(microbatch(0, 1)).backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @on_ranks(2)
@@ -245,14 +250,6 @@ def test_penalties_on_listed_parameters() -> None:
 
 
 @on_ranks(2)
-def test_statistics_that_microbatches_leave_behind() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ValueError, match="1 is a BatchNorm1d, whose statistics"):
-        shard(net, lanes=2)
-    shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()), lanes=2)
-
-
-@on_ranks(2)
 def test_units_on_other_meshes() -> None:
     model = plain_net()
     shard(model.blocks[0], lanes=2, mesh=replicating())
@@ -281,3 +278,99 @@ def test_what_lanes_move() -> None:
         assert all(each.so_far is None for group in groups_of(model) for each in group.sums)
         for parameter in model.parameters():
             parameter.grad = None
+
+
+# ---- loops that tell only where a step ends, and replays -------------------------------------------------
+
+
+ONE_EACH = Lanes(2)
+NARROW = Precision(param=torch.bfloat16)
+"""Sums of gradients are wider than gradients, so they have memory of their own."""
+
+
+def trained_by(rank: int, world_size: int, loop: str) -> dict[str, Tensor]:
+    model = build(lanes=ONE_EACH)
+    numbers = model.microbatch_numbers(TOTAL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        batches = [microbatch(step, number) for number in numbers]
+        for place, batch in enumerate(microbatches(model, batches) if loop == "microbatches" else batches):
+            is_last = place == len(batches) - 1
+            if loop == "set_is_last_backward":
+                model.set_is_last_backward(is_last)
+            with model.no_sync() if loop == "no_sync" and not is_last else nullcontext():
+                (model(batch) / TOTAL).backward()
+        update(optimizer)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("loop", ["no_sync", "set_is_last_backward"])
+def test_one_lane_a_rank(loop: str) -> None:
+    assert_same_bits(run_ranks(1, trained_by, "microbatches")[0], 2, trained_by, loop)
+
+
+def replaying(
+    rank: int, world_size: int, lanes: Lanes, replays: bool, is_fp8: bool, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], int]:
+    """Weights and FP8 scales of a training whose microbatches may be replayed, and how many were."""
+    with taped():
+        model = (build_fp8 if is_fp8 else build)(lanes=lanes, **options)
+        numbers = model.microbatch_numbers(TOTAL)
+        optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1)
+
+        def run(batch: Tensor) -> Tensor:
+            with autocast(is_fp8, recipe=SHORT):
+                loss: Tensor = model(batch).square().mean() if is_fp8 else model(batch)
+            (loss / TOTAL).backward()
+            return loss
+
+        step = replayed(model, run)
+        either = step if replays else run
+        for number in range(7):
+            batches = [(of_fp8 if is_fp8 else microbatch)(number, each) for each in numbers]
+            if is_fp8 and number == 6:
+                # Largest values of a loop that is left are none of the step's.
+                for batch in microbatches(model, batches):
+                    either(64 * batch)
+                    break
+            for batch in microbatches(model, batches):
+                either(batch)
+            update(optimizer)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return {**model.state_dict(), **buffers}, step.replays
+
+
+def of_fp8(step: int, number: int) -> Tensor:
+    return fp8_batch(number, step, 2.0 ** (number % 4))
+
+
+@functools.cache
+def eager(lanes: Lanes, is_fp8: bool, precision: Precision) -> dict[str, Tensor]:
+    options = {"precision": precision}
+    weights: dict[str, Tensor] = run_ranks(1, replaying, lanes, False, is_fp8, options)[0][0]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("is_fp8", "lanes", "ranks", "options"),
+    [
+        (False, Lanes(2), 1, {}),
+        (False, Lanes(12), 2, ZERO2),
+        (False, Lanes(12), 2, {"precision": NARROW}),
+        (False, Lanes(12, block=2), 4, HYBRID),
+        (True, Lanes(2), 1, {}),
+        (True, Lanes(2), 2, {}),
+        (True, Lanes(12, block=6), 2, {}),
+        (True, Lanes(12, block=2), 4, HYBRID),
+        (True, Lanes(6), 3, REPLICATED),
+    ],
+    ids=str,
+)
+def test_replayed_lanes_have_the_bits_of_eager_ones(
+    is_fp8: bool, lanes: Lanes, ranks: int, options: dict[str, Any]
+) -> None:
+    expected = eager(lanes, is_fp8, options.get("precision", Precision()))
+    for weights, replays in run_ranks(ranks, replaying, lanes, True, is_fp8, options):
+        # After some eager steps and one that records, all are replayed.
+        assert replays >= 2 * TOTAL // ranks
+        assert differing(weights, expected) == []

@@ -3,6 +3,7 @@ that is wrong, before it changes anything."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -18,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from flatfsdp import auto_wrap, by_class, shard
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.whole.units import named_groups
-from tests.support.models import Block, Net, build, data, flat, same
+from tests.support.models import Block, Net, build, data, flat, grads_of, same
 from tests.support.ranks import on_ranks
 
 TOKENS = torch.zeros(2, 7, dtype=torch.long)
@@ -159,3 +161,112 @@ def test_functional_call_is_refused_with_other_shards_and_with_whole_parameters(
         with pytest.raises(RuntimeError, match=error):
             torch.func.functional_call(model, values, (TOKENS,))
         model(TOKENS).backward()
+
+
+# ---- modules that come and go ----------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A layer with two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _lora(model: Any) -> None:
+    model.blocks[1].up = LoRA(model.blocks[1].up)
+
+
+def _new_layer(model: Any) -> None:
+    model.blocks[0].gate = nn.Linear(2, 2)
+
+
+def _by_add_module(model: Any) -> None:
+    model.add_module("gate", nn.Linear(2, 2))
+
+
+def _another_block(model: Any) -> None:
+    model.blocks.append(Block())
+
+
+def _resized(model: Any) -> None:
+    model.embedding = nn.Embedding(50, 20)
+
+
+def _without_head(model: Any) -> None:
+    model.head = nn.Identity()
+
+
+def _none(model: Any) -> None:
+    model.head = None
+
+
+def _fewer_blocks(model: Any) -> None:
+    model.blocks = nn.ModuleList(list(model.blocks)[:2])
+
+
+ADDED = r"brings parameter .* is built already.*Change the model"
+REMOVED = "is replaced in a unit that is built already"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((change, ADDED) for change in (_lora, _new_layer, _by_add_module, _another_block, _resized)),
+        *((change, REMOVED) for change in (_without_head, _none, _fewer_blocks)),
+    ],
+)
+@on_ranks(2)
+def test_parameters_neither_come_nor_go(rank: int, change: Callable[[Any], None], message: str) -> None:
+    model = build()
+    modules = dict(model.named_modules())
+    with pytest.raises(TypeError, match=message):
+        change(model)
+    assert dict(model.named_modules()) == modules
+
+
+class Loss(nn.Module):
+    """A module without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_modules_that_train_nothing_and_wrappers_may_come(rank: int, flag: bool) -> None:
+    plain, model = (build(optimize_backward_concat=flag) for _ in range(2))
+    model.loss = Loss()
+    model.blocks[0].loss = Loss()
+    model.teacher = Net().requires_grad_(False)
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up)
+    model.blocks[2].up = torch.compile(model.blocks[2].up, backend="eager")
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model.blocks[1])
+    for tokens in next(data(rank, 1, 2)):
+        losses = [each(tokens) for each in (plain, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert same(grads_of(model), grads_of(plain))
+
+
+@on_ranks(2)
+def test_a_layer_of_a_unit_is_not_copied(rank: int) -> None:
+    for model in (flat(), shard(Net())):
+        with model.summon_full_params(), pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copy.deepcopy(model.head)
+
+
+@on_ranks(2)
+def test_plain_modules_around_units_may_change(rank: int) -> None:
+    whole = nn.Module()
+    whole.net = shard(Net())
+    whole.value_head = nn.Linear(2, 2)
+    whole.net = shard(Net())
+    whole.net = nn.Identity()

@@ -1,6 +1,7 @@
-"""A penalty on a model's listed parameters trains as in plain PyTorch: in any microbatch, at any weight.
+"""Penalties on listed parameters, and parameters that are frozen by themselves, train as in plain PyTorch.
 
-Autograd writes such a gradient to `.grad` by itself, while those of the loss are accumulated elsewhere.
+Autograd writes the gradient of a penalty to `.grad` by itself, while those of the loss are accumulated
+elsewhere.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ LAST_ONLY, ANNEALED = PROGRAMS["in the last microbatch"], PROGRAMS["annealed, fr
 @pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(1, 2)
 def test_a_penalty_trains_as_in_plain_pytorch(world_size: int, program: str) -> None:
-    for setup in SETUPS[-world_size:] if world_size == 1 else SETUPS:
+    """On one rank, and in every microbatch; on two also with one of the setups that reduce in the last."""
+    setups = SETUPS[-1:] if world_size == 1 else [SETUPS[list(PROGRAMS).index(program) % 2], SETUPS[-1]]
+    for setup in setups:
         Twins(slot_net(), **setup).train(*PROGRAMS[program])
 
 
@@ -66,18 +69,14 @@ def test_a_rank_whose_part_is_zero_keeps_what_it_has_accumulated() -> None:
 
 
 @pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
-@on_ranks(2)
-def test_norms_and_scalers_count_the_penalty(update: Update) -> None:
-    for program in (LAST_ONLY, ANNEALED):
-        Twins(slot_net(), "our AdamW", update=update).train(*program)
-
-
-@pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips", "scaler"])
 @on_ranks(1, 2)
-def test_norms_and_scalers_count_the_penalty_of_a_unit_that_idles(update: Update) -> None:
-    """Its gradient is the penalty's alone, perhaps there before the first forward of the step."""
-    for order in ("together", "before", "after"):
-        program = [each(Penalty(0.5, only="units.1"), uses=({0: (0,)},), order=order)] * 2
+def test_norms_and_scalers_count_the_penalty(update: Update) -> None:
+    """The gradient of a unit that idles is the penalty's alone, perhaps there before the first forward."""
+    idle = [
+        [each(Penalty(0.5, only="units.1"), uses=({0: (0,)},), order=order)] * 2
+        for order in ("together", "before", "after")
+    ]
+    for program in (LAST_ONLY, ANNEALED, *idle):
         Twins(slot_net(), "our AdamW", update=update).train(*program)
 
 
@@ -119,3 +118,76 @@ def test_the_norm_of_a_penalty_before_the_first_forward_raises() -> None:
     with pytest.raises(RuntimeError, match="before the model's first forward"):
         weight.grad.norm()
     assert torch.equal(weight.grad.as_subclass(torch.Tensor), 2 * weight.detach())
+
+
+# ---- parameters that are frozen by themselves, after their model was sharded -----------------------------
+
+
+FREEZING: list[dict[str, Any]] = [
+    {"kind": "torch AdamW single", "optimize_backward_concat": True},
+    {"kind": "our AdamW", "optimize_backward_concat": False},
+    {"kind": "our SGD", "optimize_backward_concat": True, "reshard_after_forward": False},
+    {
+        "kind": "torch SGD nesterov",
+        "groups": True,
+        "update": "model clips",
+        "optimize_backward_concat": False,
+        "reshard_after_forward": False,
+    },
+    {"kind": "our AdamW", "optimize_backward_concat": True, "grad_sync": "every"},
+]
+SETUP = pytest.mark.parametrize("setup", FREEZING, ids=lambda setup: " ".join(map(str, setup.values())))
+
+USES = ({0: (0, 1), 1: (0,)}, {0: (1,), 1: (0,)})
+STEP = [Microbatch(USES), Microbatch(USES, head=1)]
+NAMES = [name for name, _ in slot_net().named_parameters()]
+MATRICES = [name for name in NAMES if name.endswith("weight")]
+"""What is not a bias, a scale or a shift."""
+
+
+UNIT = [name for name in NAMES if name.startswith("units.0.")]
+SCHEDULES: dict[str, list[list[str]]] = {
+    "biases first": [MATRICES, MATRICES, [], []],
+    "one after the other": [[], UNIT[:1], UNIT[:3], UNIT, UNIT[1:], ["heads.0.bias", *UNIT[::2]], []],
+    "sharded frozen": [MATRICES, MATRICES[1:], [], ["units.0.scale"]],
+}
+"""What is frozen in each step; optimizers keep the states of what is frozen for a while."""
+
+
+@SETUP
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(1, 2)
+def test_training_is_that_of_plain_pytorch(setup: dict[str, Any], schedule: str) -> None:
+    net = slot_net()
+    if schedule == "sharded frozen":
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name not in MATRICES)
+    twins = Twins(net, **setup)
+    for frozen in SCHEDULES[schedule]:
+        twins.freeze(frozen)
+        twins.train(STEP)
+
+
+@SETUP
+@on_ranks(1, 2)
+def test_what_is_frozen_neither_moves_nor_has_a_gradient(setup: dict[str, Any]) -> None:
+    twins = Twins(slot_net(), **setup)
+    named = dict(twins.ours.named_parameters())
+    twins.freeze(MATRICES)
+    before = {name: named[name].detach().clone() for name in MATRICES}
+    for _ in range(2):
+        twins.backward(STEP)
+        assert {name for name, p in named.items() if p.grad is None} == set(MATRICES)
+        twins.update()
+        twins.zero_grad()
+    assert all(torch.equal(named[name], value) for name, value in before.items())
+    assert not any(named[name] in twins.optimizer.state for name in MATRICES)
+
+
+@pytest.mark.parametrize("update", ["torch clips", "model clips", "optimizer clips"])
+@on_ranks(2)
+def test_norms_leave_out_what_is_frozen(update: Any) -> None:
+    twins = Twins(slot_net(), "our AdamW", update=update)
+    for frozen in (["units.0.scale", "inlet.bias"], []):
+        twins.freeze(frozen)
+        twins.train(STEP)

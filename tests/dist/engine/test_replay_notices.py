@@ -27,7 +27,8 @@ CHANGED = 2
 """Index of the microbatch before which something changes; the ones around it are middle ones, too."""
 
 Change = Callable[[Any], Any]
-"""Changes something about a model; a context manager undoes it after the next microbatch."""
+"""Changes something about a model; a context manager, such as a hook's handle, undoes it after the next
+microbatch."""
 
 
 class Mirror(nn.Module):
@@ -68,14 +69,31 @@ def mode_of_a_class(model: Any) -> None:
 
 
 def a_hook(register: str) -> Change:
-    @contextmanager
-    def change(model: Any) -> Iterator[None]:
-        handle = getattr(linear(model), register)(lambda *_: None)
-        yield
-        handle.remove()
+    def change(model: Any) -> Any:
+        return getattr(linear(model), register)(lambda *_: None)
 
     change.__name__ = register
     return change
+
+
+def recordable_hook(model: Any) -> Any:
+    """The hook of gradient checkpointing may be recorded, but what was recorded before is without it."""
+
+    def make_inputs_require_grads(_module: object, _args: object, output: Tensor) -> None:
+        output.requires_grad_()
+
+    make_inputs_require_grads.__module__ = "transformers.modeling_utils"
+    return linear(model).register_forward_hook(make_inputs_require_grads)
+
+
+def hook_of_no_module(model: Any) -> Any:
+    names: dict[str, Any] = {}
+    exec("def hook(*_): pass", {"__name__": None}, names)
+    return linear(model).register_forward_hook(names["hook"])
+
+
+def hook_for_all_modules(_model: Any) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda *_: None)
 
 
 @contextmanager
@@ -83,35 +101,6 @@ def hook_in_the_dict(model: Any) -> Iterator[None]:
     linear(model)._forward_hooks[-1] = lambda *_: None
     yield
     del linear(model)._forward_hooks[-1]
-
-
-@contextmanager
-def recordable_hook(model: Any) -> Iterator[None]:
-    """The hook of gradient checkpointing may be recorded, but what was recorded before is without it."""
-
-    def make_inputs_require_grads(_module: object, _args: object, output: Tensor) -> None:
-        output.requires_grad_()
-
-    make_inputs_require_grads.__module__ = "transformers.modeling_utils"
-    handle = linear(model).register_forward_hook(make_inputs_require_grads)
-    yield
-    handle.remove()
-
-
-@contextmanager
-def hook_of_no_module(model: Any) -> Iterator[None]:
-    names: dict[str, Any] = {}
-    exec("def hook(*_): pass", {"__name__": None}, names)
-    handle = linear(model).register_forward_hook(names["hook"])
-    yield
-    handle.remove()
-
-
-@contextmanager
-def hook_for_all_modules(_model: Any) -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    yield
-    handle.remove()
 
 
 def other_buffer(model: Any) -> None:
@@ -199,26 +188,17 @@ def failed_forward(model: Any) -> None:
         model(torch.zeros(1, 1))
 
 
-@contextmanager
-def deterministic(_model: Any) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def switched(name: str, switch: Callable[[bool], object]) -> Change:
+    """Something that is on for one microbatch, whatever the model."""
 
+    @contextmanager
+    def change(_model: Any) -> Iterator[None]:
+        switch(True)
+        yield
+        switch(False)
 
-@contextmanager
-def tf32(_model: Any) -> Iterator[None]:
-    torch.backends.cuda.matmul.allow_tf32 = True
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
-@contextmanager
-def torch_autocast(_model: Any) -> Iterator[None]:
-    # `torch.autocast` switches itself off without a GPU.
-    torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
+    change.__name__ = name
+    return change
 
 
 def fp8_region(_model: Any) -> AbstractContextManager[object]:
@@ -243,9 +223,10 @@ CHANGES: list[Change] = [
     other_buffer,
     other_memory_of_a_buffer,
     other_shape_of_a_buffer,
-    deterministic,
-    tf32,
-    torch_autocast,
+    switched("deterministic", torch.use_deterministic_algorithms),
+    switched("tf32", partial(setattr, torch.backends.cuda.matmul, "allow_tf32")),
+    # `torch.autocast` switches itself off without a GPU.
+    switched("torch_autocast", partial(torch.set_autocast_enabled, "cuda")),
     fp8_region,
 ]
 OF_SHARDS: list[Change] = [

@@ -20,7 +20,7 @@ from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.whole.units import root_of
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import AdamW
-from tests.support.fp8_layers import SHORT, seeded
+from tests.support.fp8_layers import SHORT
 from tests.support.meshes import HYBRID, placed
 from tests.support.models import update
 from tests.support.ranks import on_ranks
@@ -76,49 +76,59 @@ def test_at_random(rank: int) -> None:
         assert sum(replays_of(rank, seed) for seed in range(4)) > 30
 
 
+def in_both_ways(
+    case: Case, rank: int, train: Callable[[Any, Callable[..., Any]], list[Any]]
+) -> Replayed[Any, Any]:
+    """Trains eagerly and replayed; `train` gets a model, and the wrapper for its microbatch function."""
+    steps: list[Replayed[Any, Any]] = []
+
+    def wrap(model: Any, function: Callable[..., Any]) -> Replayed[Any, Any]:
+        steps.append(replayed(model, function))
+        return steps[-1]
+
+    found = []
+    for replays in (False, True):
+        torch.manual_seed(rank)
+        with taped():
+            model = case.model()
+            found.append(train(model, partial(wrap, model) if replays else lambda function: function))
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+    return steps[0]
+
+
 @on_ranks(2)
 def test_other_shapes_are_recordings_of_their_own(rank: int) -> None:
-    def run(replays: bool) -> tuple[list[Tensor], Any]:
-        case = Case("", True, 2)
-        model = seeded(case.model)
-        step: Any = replayed(model, case.microbatch(model)) if replays else case.microbatch(model)
-        optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+    case = Case("", True, 2)
+
+    def train(model: Any, wrap: Callable[..., Any]) -> list[Any]:
+        step, optimizer, losses = wrap(case.microbatch(model)), AdamW(model.parameters(), lr=1e-2), []
         for index, tokens in enumerate(itertools.chain([8] * 5, [16] * 5, [8, 24, 16, 8])):
             for x in microbatches(model, [batch(rank, index, m, tokens) for m in range(2)]):
                 losses.append(step(x))
             update(optimizer)
-        return losses, step
+        return losses
 
-    expected, _ = run(False)
-    with taped():
-        found, step = run(True)
-    assert all(map(torch.equal, found, expected))
-    assert step.replays >= 2 * (5 - 4 + 5 - 4 + 3)
+    assert in_both_ways(case, rank, train).replays >= 2 * (5 - 4 + 5 - 4 + 3)
 
 
 @on_ranks(2)
 def test_what_is_recorded_before_there_are_scales_is_not_replayed_later(rank: int) -> None:
     """One FP8 region per step, and a first step that is skipped: the second step still has no scales."""
+    case = Case("", True, 6, SHORT)
 
-    def trained_with(replays: bool) -> tuple[list[Tensor], Any]:
-        model = case.model()
-        run = case.microbatch(model)
-        step: Any = replayed(model, run) if replays else run
-        optimizer, losses = AdamW(model.parameters(), lr=1e-2, nonfinite="skip"), []
+    def train(model: Any, wrap: Callable[..., Any]) -> list[Any]:
+        step, losses = wrap(case.microbatch(model)), []
+        optimizer = AdamW(model.parameters(), lr=1e-2, nonfinite="skip")
         for index in range(4):
             with autocast(recipe=SHORT):
                 for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
                     losses.append(step(x * torch.nan if index == 0 else x))
             update(optimizer)
         assert optimizer.skipped_steps == 1
-        return losses[case.count :], step
+        return losses[case.count :]
 
-    case = Case("", True, 6, SHORT)
-    expected, _ = trained_with(False)
-    with taped():
-        found, step = trained_with(True)
-    assert all(map(torch.equal, found, expected))
-    assert step.replays >= 6
+    assert in_both_ways(case, rank, train).replays >= 6
 
 
 @on_ranks(2)
@@ -152,11 +162,6 @@ def test_nothing_that_a_microbatch_changes_is_forgotten(rank: int) -> None:
 @on_ranks(2)
 def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
-
-    def keep(index: int, model: Any, _optimizer: Any) -> None:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        kept.extend((grad, plain(grad).clone()) for grad in grads)
-
     case = Case("", True, 2)
     with taped():
         model = case.model()
@@ -164,21 +169,9 @@ def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
         for index in range(7):
             for x in microbatches(model, [batch(rank, index, m) for m in range(2)]):
                 step(x)
-            keep(index, model, optimizer)
+            kept += [(p.grad, plain(p.grad).clone()) for p in model.parameters() if p.grad is not None]
             update(optimizer)
     assert kept and all(torch.equal(plain(grad), then) for grad, then in kept)
-
-
-def in_both_ways(case: Case, rank: int, train: Callable[[Any, Callable[..., Any]], list[Any]]) -> None:
-    """Trains eagerly and replayed; `train` gets a model, and the wrapper for its microbatch function."""
-    found = []
-    for replays in (False, True):
-        torch.manual_seed(rank)
-        with taped():
-            model = case.model()
-            found.append(train(model, partial(replayed, model) if replays else lambda function: function))
-    assert len(found[0]) == len(found[1])
-    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])

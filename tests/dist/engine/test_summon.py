@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp import by_class, microbatches, shard
+from flatfsdp import by_class, shard
 from flatfsdp.checkpoint import full_state_dict
-from tests.support.models import FLAGS, Block, Net, data, each_policy, grads_of, plain_net, same
+from tests.support.models import FLAGS, Block, Net, plain_net
 from tests.support.ranks import on_ranks
 
 
@@ -105,6 +105,11 @@ def test_one_unit_alone() -> None:
         assert model.head.bias.isnan().all()
 
 
+def give_another_shape(model: nn.Module) -> None:
+    change(model)
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(3))
+
+
 def untie(model: nn.Module) -> None:
     for module, value in ((model.head, 0.0), (model.embedding, 1.0)):
         module.weight = nn.Parameter(torch.full_like(module.weight, value))
@@ -114,12 +119,12 @@ def untie(model: nn.Module) -> None:
 def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> None:
     model, _ = pair()
     before = full_state_dict(model)
-    with pytest.raises(ValueError, match=r"up\.weight was given shape \(3,\)"):
-        with model.summon_full_params():
-            model.blocks[1].up.weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="are tied, but got different values"):
-        with model.summon_full_params():
-            untie(model)
+    for spoil, message in (
+        (give_another_shape, r"up\.weight was given shape \(3,\)"),
+        (untie, "are tied, but got different values"),
+    ):
+        with pytest.raises(ValueError, match=message), model.summon_full_params():
+            spoil(model)
 
     def fail_inside(rank0_only: bool) -> None:
         with model.summon_full_params(rank0_only=rank0_only):
@@ -149,23 +154,9 @@ def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> N
         loss.backward()
 
 
-@each_policy
-@on_ranks(2)
-def test_summoning_between_microbatches_keeps_gradients(rank: int, policy: Any) -> None:
-    (model, _), (other, _) = pair(**policy), pair(**policy)
-    ((*batches,),) = data(rank, 1, 3)
-    for m in (model, other):
-        for tokens in microbatches(m, batches):
-            m(tokens).backward()
-            if m is model:
-                with m.summon_full_params():
-                    assert not m.head.bias.isnan().any()
-    assert same(grads_of(model), grads_of(other))
-
-
 @on_ranks(2)
 def test_nothing_is_lost_or_written_by_halves() -> None:
-    """Writes that would be overwritten at the end raise, and a bad parameter writes back none."""
+    """Writes that would be overwritten at the end raise."""
     model, _ = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.zeros(1, 2, dtype=torch.long)).backward()
@@ -185,11 +176,4 @@ def test_nothing_is_lost_or_written_by_halves() -> None:
     with pytest.raises(RuntimeError, match="writes are lost"):
         write_inside_read_only()
 
-    def replace_one_badly() -> None:
-        with model.summon_full_params():
-            change(model)
-            model.embedding.weight = nn.Parameter(torch.zeros(3))
-
-    with pytest.raises(ValueError, match="was given shape"):
-        replace_one_badly()
     assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())

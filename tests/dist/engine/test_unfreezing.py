@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flatfsdp import Precision, by_class, checkpoint, param_groups, shard
+from flatfsdp import Precision, by_class, checkpoint, shard
 from flatfsdp.engine.whole.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
@@ -28,6 +29,7 @@ from tests.support.models import (
     each_policy,
     flat,
     plain_net,
+    same,
     update,
     whole_grads,
 )
@@ -215,31 +217,6 @@ def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
 # ---- optimizers and checkpoints ----------------------------------------------------------------------------
 
 
-@FLAGS
-@on_ranks(1, 2)
-def test_groups_of_parameters_are_frozen_with_their_unit(rank: int, flag: bool) -> None:
-    ((tokens,),) = data(rank, 1, 1)
-    model = build(optimize_backward_concat=flag)
-    groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    plain = plain_net()
-    small, large = (
-        [p for p in plain.parameters() if (p.dim() < 2) == is_small] for is_small in (True, False)
-    )
-    theirs = torch.optim.SGD([{"params": small, "lr": 0.5}, {"params": large}], lr=0.1, momentum=0.9)
-    for trains in (True, False, True):
-        for net, each in ((model, optimizer), (plain, theirs)):
-            net.blocks[1].requires_grad_(trains)
-            each.zero_grad()
-            net(tokens).backward()
-        average(plain)
-        norms = [model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)]
-        torch.testing.assert_close(*norms)
-        optimizer.step()
-        theirs.step()
-    torch.testing.assert_close(model.state_dict(), plain.state_dict())
-
-
 @on_ranks(1, 2)
 def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp_path: Path) -> None:
     """The optimizer's state for a unit that is frozen for now is saved and loaded."""
@@ -262,12 +239,14 @@ def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp
             assert all(torch.equal(value, each["state"][name][key]) for key, value in state.items()), name
 
 
-def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
+def test_groups_that_are_frozen_keep_their_names_and_need_no_memory_for_gradients() -> None:
     model = build()
+    names = [group.flat_name for _, group in named_groups(model)]
     of_gradients = {"main_grad", "reduced gradient"}
     assert of_gradients <= {row.buffer for row in model.memory_report().rows}
     model.requires_grad_(False)
     assert of_gradients.isdisjoint(row.buffer for row in model.memory_report().rows)
+    assert [group.flat_name for _, group in named_groups(model)] == names
 
 
 # ---- what cannot work --------------------------------------------------------------------------------------
@@ -305,13 +284,6 @@ def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
         model(torch.zeros(16, 32))
 
 
-def test_groups_keep_their_names() -> None:
-    model = build()
-    names = [group.flat_name for _, group in named_groups(model)]
-    model.requires_grad_(False)
-    assert [group.flat_name for _, group in named_groups(model)] == names
-
-
 @FLAGS
 @RESHARD
 @on_ranks(1, 2)
@@ -338,3 +310,73 @@ def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag:
         optimizer.step()
         theirs.step()
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+# ---- GANs: each part is frozen while the other one learns ------------------------------------------------
+
+
+FEATURES = 20
+
+
+def nothing(_: nn.Module) -> None:
+    """FlatFSDP has reduced already."""
+
+
+class Part(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(), Block(), nn.Linear(FEATURES, FEATURES))
+
+
+class Pair(nn.Module):
+    """Both in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = Part(), Part()
+
+    def forward(self, noise: Tensor, real: Tensor | None) -> Tensor:
+        fake = self.generator(noise)
+        if real is None:
+            return -self.critic(fake).mean()
+        return self.critic(fake.detach()).square().mean() + (self.critic(real) - 1).square().mean()
+
+
+def adversarial(
+    pair: nn.Module, generator: nn.Module, critic: nn.Module, rank: int, reduce: Callable[[nn.Module], None]
+) -> list[Tensor]:
+    """Alternating steps; each one's optimizer has its own part.  Momentum would show a zero gradient."""
+    make = torch.Generator().manual_seed(rank)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (critic, generator)]
+    losses = []
+    for _ in range(3):
+        noise, real = (torch.randn(4, FEATURES, generator=make) for _ in range(2))
+        for trains_critic in (True, False):
+            critic.requires_grad_(trains_critic)
+            generator.requires_grad_(not trains_critic)
+            frozen = generator if trains_critic else critic
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = pair(noise, real if trains_critic else None)
+            loss.backward()
+            losses.append(loss.detach())
+            assert all(p.grad is None for p in frozen.parameters())
+            reduce(pair)
+            for optimizer in optimizers:
+                optimizer.step()
+    return losses
+
+
+@each_policy
+@pytest.mark.parametrize("one_root", [False, True], ids=["two_models", "one_model"])
+@on_ranks(1, 2)
+def test_a_critic_is_frozen_in_the_steps_of_its_generator(rank: int, one_root: bool, policy: Any) -> None:
+    plain, pair = plain_net(Pair), plain_net(Pair)
+    if one_root:
+        pair = shard(pair, by_class(Block, Part), **policy)
+    else:
+        pair.generator = shard(pair.generator, by_class(Block), **policy)
+        pair.critic = shard(pair.critic, by_class(Block), **policy)
+    ours = adversarial(pair, pair.generator, pair.critic, rank, nothing)
+    theirs = adversarial(plain, plain.generator, plain.critic, rank, average)
+    assert same(ours, theirs)
+    assert_equal(dict(pair.state_dict()), dict(plain.state_dict()))

@@ -12,37 +12,27 @@ from torch import Tensor, nn
 
 from flatfsdp import Debug, FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.optim import AdamW
-from tests.support.models import FLAGS, Block, data, grads_of, plain_net, same
+from tests.support.models import FLAGS, Block, data, each_policy, grads_of, plain_net, same, update
 from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks
 
 BF16 = Precision(compute=torch.bfloat16)
 
 
-@on_ranks(2)
-def test_a_write_through_data_reaches_a_frozen_model() -> None:
-    """The usual moving-average idiom writes through `.data`, which no version counter sees."""
-    teacher = nn.Linear(8, 8)
-    teacher.requires_grad_(False)
-    model = FlatFSDP(teacher, precision=BF16)
-    with torch.no_grad():
-        model(torch.ones(2, 8))
-        for shard in model.parameters():
-            shard.data.zero_().add_(1.0)
-        assert (model(torch.ones(2, 8)) == 9.0).all()
-
-
 @FLAGS
-@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
+@pytest.mark.parametrize("kind", ["frozen", "evaluated", "trained"])
 @on_ranks(1, 2)
-def test_a_write_through_data_before_the_first_forward_is_seen(trains: bool, flag: bool) -> None:
-    """The same write on one rank, which holds everything cast, and on two."""
-    for write in (lambda data: data.fill_(0.5), lambda data: data.copy_(torch.full_like(data, 0.5))):
-        model = FlatFSDP(nn.Linear(8, 8), precision=BF16, optimize_backward_concat=flag)
-        for shard in model.parameters():
-            write(shard.data)
-        with torch.set_grad_enabled(trains):
-            assert (model(torch.ones(2, 8)) == 4.5).all()
+def test_a_write_through_data_is_seen(kind: str, flag: bool) -> None:
+    """A moving average writes so, and no version counter sees it; one rank holds everything cast."""
+    for write in (Tensor.fill_, lambda data, value: data.copy_(torch.full_like(data, value))):
+        layer = nn.Linear(8, 8).requires_grad_(kind != "frozen")
+        model = FlatFSDP(layer, precision=BF16, optimize_backward_concat=flag)
+        # Between two forwards of a training, only writes that are counted are seen.
+        for value in (0.5,) if kind == "trained" else (0.5, 1.0):
+            for shard in model.parameters():
+                write(shard.data, value)
+            with torch.set_grad_enabled(kind == "trained"):
+                assert (model(torch.ones(2, 8)) == 9 * value).all()
 
 
 @on_ranks(2)
@@ -120,18 +110,6 @@ def test_the_engine_is_not_compiled_with_the_model(rank: int, flag: bool) -> Non
     assert same(*map(grads_of, models))
     assert any("layer_norm" in name for name in operators)
     assert not any("gather" in name or "fill" in name for name in operators)
-
-
-class Recording(nn.Linear):
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        seen.append(x)
-        return super().forward(x)
-
-
-def test_a_module_may_write_to_what_it_was_given() -> None:
-    seen: list[torch.Tensor] = []
-    FlatFSDP(Recording(2, 2), precision=BF16)(torch.ones(1, 2), seen=seen)
-    assert [x.dtype for x in seen] == [torch.bfloat16]
 
 
 class Critic(nn.Module):
@@ -232,3 +210,66 @@ def test_parameters_on_one_rank_can_be_read_before_the_first_forward() -> None:
     expected = plain.weight.detach().bfloat16()
     model = FlatFSDP(plain, precision=BF16)
     assert torch.equal(model.weight, expected)
+
+
+# ---- units that write their result into their input ------------------------------------------------------
+
+
+FEATURES = 8
+
+
+class Added(nn.Module):
+    """A module that adds a function of another input in place, as a diffusion block does with a time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x += self.mlp(time)
+        return x
+
+
+class Grown(nn.Module):
+    """A module that adds to its input, in place, what it computes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor, _time: Tensor) -> Tensor:
+        return x.add_(self.linear(x.relu()))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.start = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x, time)
+        return x.square().mean()
+
+
+@each_policy
+@pytest.mark.parametrize("block", [Added, Grown])
+@on_ranks(2)
+def test_a_unit_that_writes_into_its_input(block: type[nn.Module], policy: Any) -> None:
+    torch.manual_seed(0)
+    plain = Net(block)
+    model = auto_wrap(copy.deepcopy(plain), by_class(Added, Grown), **policy)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        # The same on all ranks, whose mean is then what one process computes.
+        x, time = torch.randn(4, FEATURES), torch.randn(4, FEATURES)
+        loss, expected = model(x, time), plain(x, time)
+        loss.backward()
+        expected.backward()
+        update(ours, theirs)
+        torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    assert model.fsdp_state.shared.ledger.calls["reduce"] == 3 * 4

@@ -19,7 +19,7 @@ from tests.support.checkpoints import equal
 from tests.support.fp8_layers import Block as FP8Block
 from tests.support.fp8_layers import seeded
 from tests.support.meshes import REPLICATED, placed
-from tests.support.models import Block, Net, data, grads_of, plain_net, same, train_for_losses
+from tests.support.models import Block, Net, plain_net, train_for_losses
 from tests.support.ranks import on_ranks
 
 POLICY = by_class(Block, nn.Linear)
@@ -156,22 +156,6 @@ def test_the_module_inside_is_the_same_model(rank: int) -> None:
 
 
 # ---- methods of nn.Module -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@on_ranks(2)
-def test_zero_grad_drops_what_is_accumulated(rank: int, to_none: bool) -> None:
-    model, fresh = (auto_wrap(plain_net(), POLICY) for _ in range(2))
-    ((bad, good),) = data(rank, 1, 2)
-    model(bad).backward()
-    with model.no_sync():
-        model(bad).backward()
-    model.zero_grad(set_to_none=to_none)
-    for parameter in model.parameters():
-        assert parameter.grad is None if to_none else not parameter.grad.any()
-    for each in (model, fresh):
-        each(good).backward()
-    assert same(grads_of(model), grads_of(fresh))
 
 
 @on_ranks(2)

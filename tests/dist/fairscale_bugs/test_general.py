@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
 from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.engine.whole.units import distinct_units
 from tests.support.against_plain import UNITS, assert_equal, batches_of_all_ranks, plain_grads, resident_bytes
 from tests.support.gpu.waiting import without_synchronisation
-from tests.support.models import FLAGS, RESHARD, Block, Net, backward, data, plain_net, update, whole_grads
+from tests.support.models import (
+    FLAGS,
+    RESHARD,
+    Block,
+    Net,
+    RecomputedNet,
+    backward,
+    data,
+    plain_net,
+    update,
+    whole_grads,
+)
 from tests.support.models import wrapped as build
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -54,18 +65,6 @@ class Watch(TorchDispatchMode):
 # ---- P1: recomputation gathers units that nobody frees --------------------------------------------------
 
 
-class Recomputed(nn.Module):
-    """Activation checkpointing around a unit."""
-
-    def __init__(self, unit: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.unit = unit
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.unit, x, use_reentrant=self.use_reentrant)
-
-
 def plain_losses(rank: int, world_size: int, steps: int) -> list[Tensor]:
     """This rank's losses when one process computes all gradients; large steps, so that staleness shows."""
     net = plain_net()
@@ -87,9 +86,9 @@ def test_p1_checkpointing_around_units_trains_on_fresh_weights(
     rank: int, world_size: int, reentrant: bool, depth: int, flag: bool
 ) -> None:
     """There: recomputation prefetches a unit that is done; it stays, and serves the next step, outdated."""
-    model = build(optimize_backward_concat=flag, prefetch=Prefetch(depth, depth))
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = Recomputed(block, reentrant)
+    net = plain_net(partial(RecomputedNet, reentrant))
+    options = {"optimize_backward_concat": flag, "prefetch": Prefetch(depth, depth)}
+    model = auto_wrap(net, by_class(Block), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     expected = plain_losses(rank, world_size, steps=6)
     for batches, plain_loss in zip(data(rank, 6, 1), expected, strict=True):
@@ -163,6 +162,10 @@ def test_p3_clipping_sees_the_gradients_of_bf16_parameters(rank: int, grad: Any,
     for name, clipped in whole_grads(model).items():
         expected = reduced[name].float() * (0.1 / true_norm)
         torch.testing.assert_close(clipped.float(), expected, rtol=precision, atol=1e-6, msg=name)
+    model.zero_grad(set_to_none=False)
+    assert not any(zeros.any() for zeros in whole_grads(model).values())
+    model.zero_grad()
+    assert all(p.grad is None and getattr(p, "main_grad", None) is None for p in model.parameters())
 
 
 @FLAGS
@@ -299,29 +302,15 @@ def test_p6_a_backward_calls_as_many_hooks_as_the_one_before(
 # ---- P7: copies -----------------------------------------------------------------------------------------
 
 
-def train_plain(module: nn.Module) -> list[Tensor]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    losses = []
-    for tokens in next(data(0, 1, 3)):
-        loss = module(tokens)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 def test_p7_a_flatten_params_wrapper_can_be_copied() -> None:
-    """There: `copy.deepcopy` raises, because a FlatParameter cannot be built without its parameters."""
+    """There: `copy.deepcopy` raises, because a FlatParameter cannot be built without its parameters.
+
+    `tests/unit/flat/test_unflatten.py` trains copies of all kinds.
+    """
     wrapped = FlattenParamsWrapper(plain_net())
     copied = copy.deepcopy(wrapped)
-    before = copy.deepcopy(wrapped.state_dict())
-    losses = train_plain(copied)
-    assert_equal(wrapped.state_dict(), before)
-    assert not torch.equal(copied.flat_param, wrapped.flat_param)
-    for module in (wrapped, plain_net()):
-        assert all(torch.equal(a, b) for a, b in zip(train_plain(module), losses, strict=True))
-    assert_equal(wrapped.state_dict(), copied.state_dict())
+    assert_equal(copied.state_dict(), wrapped.state_dict())
+    assert copied.flat_param is not wrapped.flat_param
 
 
 @FLAGS

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import Precision, by_class, microbatches, param_groups, shard
 from flatfsdp.engine.api.shard import make_unit, make_units
@@ -20,6 +19,7 @@ from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
 from tests.support import fp8_layers, stored_weights
+from tests.support.meshes import HYBRID, placed
 from tests.support.models import Block, Net, build, data, plain_net, same, update
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -119,17 +119,18 @@ def test_local_shards_have_the_bits_of_flat_ones(rank: int, which: int, grouped:
 
 @pytest.mark.parametrize("kind", [AdamW, partial(SGD, momentum=0.9)], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize(
-    "options",
+    ("world_size", "options"),
     [
-        {"optimize_backward_concat": False},
-        {"precision": Precision(param=BF16, compute=BF16, grad=torch.float32)},
-        {"cpu_offload": True, "reshard_after_forward": False},
+        (1, {"optimize_backward_concat": False}),
+        (3, {"precision": Precision(param=BF16, compute=BF16, grad=torch.float32)}),
+        (3, {"cpu_offload": True, "reshard_after_forward": False}),
+        (4, HYBRID),
     ],
-    ids=["off", "bf16 storage", "offload"],
+    ids=["off", "bf16 storage", "offload", "hybrid"],
 )
-@on_ranks(1, 3)
+@on_ranks()
 def test_wherever_they_are_kept(rank: int, kind: Any, options: dict[str, Any]) -> None:
-    whole, flats = listing_flats(plain_net(), Block, **options)
+    whole, flats = listing_flats(plain_net(), Block, **placed(options))
     model = build(**options)
     optimizers = [kind(each, lr=1e-2, max_grad_norm=0.3) for each in (flats, model.parameters())]
     for _ in together(rank, (whole, model), optimizers):
@@ -174,17 +175,6 @@ def test_norms_over_several_models_are_added_up_model_by_model(rank: int) -> Non
                 (model(tokens) * (1 + 2 * index)).backward()
             update(optimizer)
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
-
-
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@on_ranks(4)
-def test_with_replicas(rank: int, kind: Any) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    whole, flats = listing_flats(plain_net(), Block, mesh=mesh)
-    model = build(mesh=mesh)
-    optimizers = [kind(each, max_grad_norm=0.3) for each in (flats, model.parameters())]
-    for _ in together(rank, (whole, model), optimizers):
-        assert same(masters(whole), masters(model))
 
 
 @on_ranks(1, 3)
@@ -385,40 +375,6 @@ def test_groups_can_be_added_and_changed(rank: int) -> None:
         scheduler.step()
         for group in optimizers[1].param_groups:
             group["lr"] *= 0.5
-
-
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@on_ranks(2)
-def test_a_step_before_the_last_backward_raises_and_changes_nothing(rank: int, kind: Any) -> None:
-    model = build()
-    optimizer = kind(model.parameters(), lr=1e-2)
-    before = masters(model)
-    ((tokens,),) = data(rank, 1, 1)
-    with model.no_sync():
-        model(tokens).backward()
-    with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
-        optimizer.step()
-    assert same(masters(model), before)
-    assert not any(optimizer.state.values())
-    optimizer.zero_grad()
-    backward(model, rank, 1)
-    update(optimizer)
-
-
-@on_ranks(2)
-def test_param_groups_go_by_name_and_whole_shape(rank: int) -> None:
-    model = build()
-    backward(model, rank, 0)
-    groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    names = [{name_of[parameter] for parameter in group["params"]} for group in groups]
-    shapes = {name: p.dim() for name, p in Net().named_parameters()}
-    assert names == [
-        {name for name, dim in shapes.items() if dim < 2},
-        {"head.weight"},
-        {name for name, dim in shapes.items() if dim == 2 and name != "head.weight"},
-    ]
-    assert [group.get("lr") for group in groups] == [None, 3e-2, None]
 
 
 @pytest.mark.parametrize("lanes", [None, 6])

@@ -236,9 +236,10 @@ def of_llama(pp: int, tp: int, mode: str, **options: Any) -> Training:
     return Training(pipeline.stages, optimizer, run)
 
 
-@MODES
 @pytest.mark.parametrize(
-    ("pp", "tp", "options"), [(1, 2, {"sequence_parallel": True}), (2, 1, {})], ids=["tp2", "pp2"]
+    ("pp", "tp", "options", "mode"),
+    [(1, 2, {"sequence_parallel": True}, "skip"), (2, 1, {}, "raise")],
+    ids=["tp2", "pp2"],
 )
 @on_ranks(2)
 def test_tensor_parallel_and_pipelines_in_fp8(pp: int, tp: int, options: Any, mode: str) -> None:
@@ -337,34 +338,24 @@ def test_ordinary_layers_that_ranks_share(rank: int, bad_rank: int) -> None:
     assert torch.equal(unknown.detach(), torch.full((4, 4), 0.9))
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["sharded", "a layer that ranks share"])
 @on_ranks(2)
-def test_a_rank_without_gradients_takes_part(rank: int) -> None:
-    model = shard(nn.Linear(8, 8))
-    optimizer = AdamW(model.parameters(), nonfinite="skip")
-    model(torch.ones(2, 8)).sum().backward()
-    for parameter in model.parameters():
-        if rank == 0:
-            parameter.grad = None
-        else:
-            plain(parameter.grad).fill_(torch.nan)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer.step()
-    assert same(before, list(model.parameters()))
-    assert optimizer.skipped_steps == 1 and optimizer.grad_norm.isnan()
-
-
-@on_ranks(2)
-def test_a_rank_without_gradients_of_a_shared_layer_takes_part(rank: int) -> None:
-    layer = Linear(4, 8, parallel_mode="column", tp_group=dist.group.WORLD)
-    optimizer = SGD(layer.parameters(), lr=0.1, nonfinite="skip")
+def test_a_rank_without_gradients_takes_part(rank: int, is_shared: bool) -> None:
+    if is_shared:
+        layer: nn.Module = Linear(4, 8, parallel_mode="column", tp_group=dist.group.WORLD)
+    else:
+        layer = shard(nn.Linear(4, 8))
+    optimizer = AdamW(layer.parameters(), nonfinite="skip")
     layer(torch.ones(2, 4)).sum().backward()
     for parameter in layer.parameters():
         if rank == 0:
             parameter.grad = None
         else:
-            parameter.grad.fill_(torch.nan)
+            plain(parameter.grad).fill_(torch.nan)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
     optimizer.step()
-    assert optimizer.skipped_steps == 1
+    assert same(before, list(layer.parameters()))
+    assert optimizer.skipped_steps == 1 and (is_shared or optimizer.grad_norm.isnan())
 
 
 @on_ranks(2)

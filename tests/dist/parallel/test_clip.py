@@ -49,10 +49,10 @@ def test_a_norm_counts_each_gradient_once(world_size: int, sizes: tuple[int, ...
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize(("in_groups", "sizes"), [(False, (2, 2)), (True, (2, 2)), (False, (2, 1, 2))])
 @on_ranks(4)
-def test_clipping_in_the_step_is_clipping_before_it(in_groups: bool) -> None:
-    mesh = tp_mesh(2, 2)
+def test_clipping_in_the_step_is_clipping_before_it(in_groups: bool, sizes: tuple[int, ...]) -> None:
+    mesh = tp_mesh(*sizes)
     fused, apart = build_tp(mesh), build_tp(mesh)
     groups: list[Any] = [list(model.parameters()) for model in (fused, apart)]
     if in_groups:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -258,10 +256,6 @@ def test_models_that_declare_no_packs_are_laid_out_as_they_were() -> None:
     assert names == ["norm.weight", "norm.bias", *kinds, "out.weight", "out.bias"]
 
 
-def test_state_dicts_keep_names_and_order() -> None:
-    assert list(wrapped(True).state_dict()) == list(Net().state_dict())
-
-
 def test_memory_report_knows_no_copy() -> None:
     precision = Precision(compute=torch.bfloat16)
     models = (auto_wrap(Net(kind), by_class(Layer), precision=precision) for kind in (QKV, OneWeight))
@@ -399,13 +393,3 @@ def test_a_model_with_packs_is_freed(flag: bool) -> None:
     del model
     gc.collect()
     assert [each() for each in alive] == [None, None]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_layer_of_a_unit_is_not_copied(copied: Any) -> None:
-    """A copy of a layer that is called by nobody but its unit would have a copy of the engine."""
-    layer = wrapped(True).module.layers[0].module.qkv
-    with pytest.raises(
-        TypeError, match=r"cannot be copied or pickled.*copy the plain module before it is sharded"
-    ):
-        copied(layer)

@@ -48,16 +48,6 @@ def test_all_ranks_together_have_each_parameter_once(size: int) -> None:
         assert {whole_shape(part) for part in parts} == {original.shape}
 
 
-@pytest.mark.parametrize("size", [1, 3, 9])
-def test_starts_ascend_and_local_shards_are_disjoint(size: int) -> None:
-    for rank in range(size):
-        master, local_shards = local_shards_of(rank, size)
-        edges = [edge for _, start, stop in local_shards for edge in (start, stop)]
-        assert edges == sorted(edges)
-        assert edges[0] >= 0 and edges[-1] <= master.flat.numel()
-        assert all(stop - start == parameter.numel() for parameter, start, stop in local_shards)
-
-
 def test_a_view_is_the_shard_and_counts_its_writes() -> None:
     """Also an empty one, so that all ranks count alike."""
     master, local_shards = local_shards_of(1, 3)

@@ -80,16 +80,6 @@ def test_a_bound_parameter_keeps_its_identity_and_is_not_registered():
     assert torch.equal(originals[0].grad, torch.ones(2, 3))
 
 
-def test_binding_again_replaces_what_was_bound():
-    model = nn.Linear(3, 2)
-    binding = Binding.of(model, model.parameters())
-    parameters = binding.parameters()
-    for tensors in (stand_ins(binding), parameters, stand_ins(binding)):
-        binding.bind(tensors)
-        assert model.weight is tensors[0]
-        assert list(model.parameters()) == []
-
-
 def test_register_makes_real_parameters_at_every_site():
     model = tied_model()
     binding = Binding.of(model, model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,30 +155,6 @@ def test_clipping_in_the_step_is_clipping_before_it(kind: Any) -> None:
         assert equal([p.grad for p in ours], before), "gradients are only read"
 
 
-def test_a_norm_that_is_not_finite_shows() -> None:
-    ours = parameters()
-    optimizer = AdamW(ours, max_grad_norm=1.0, nonfinite="step")
-    set_grads(ours)
-    ours[1].grad[3] = torch.nan
-    optimizer.step()
-    assert optimizer.grad_norm is not None and optimizer.grad_norm.isnan()
-    assert all(p.isnan().all() for p in ours)
-
-
-def test_the_same_bits_twice() -> None:
-    start, results = parameters(), []
-    grads = [torch.randn_like(p) for p in start]
-    for _ in range(2):
-        ours = copies(start)
-        optimizer = AdamW(ours, max_grad_norm=0.5)
-        for _ in range(3):
-            for parameter, grad in zip(ours, grads, strict=True):
-                parameter.grad = grad.clone()
-            optimizer.step()
-        results.append([*ours, *state_of(optimizer, ours)])
-    assert equal(*results)
-
-
 # ---- what it is given -----------------------------------------------------------------------------------
 
 
@@ -235,20 +210,6 @@ def test_main_grad_comes_before_grad_and_is_zeroed() -> None:
     # The buffers are somebody else's, who will add to them.
     assert all(p.main_grad is own and not own.any() for p, own in zip(ours, kept, strict=True))
     assert all(p.grad is None for p in ours)
-
-
-def test_an_optimizer_is_pickled_without_its_model() -> None:
-    model = shard(nn.Linear(16, 16))
-    optimizer = AdamW(model.parameters())
-    model(torch.randn(4, 16)).sum().backward()
-    optimizer.step()
-    copy = pickle.loads(pickle.dumps(optimizer))
-    copied = copy.param_groups[0]["params"]
-    assert all(map(torch.equal, copied, model.parameters()))
-    for parameter in copied:
-        parameter.grad = torch.ones_like(parameter)
-    copy.step()
-    assert not any(map(torch.equal, copied, model.parameters()))
 
 
 def test_options_of_groups_and_a_scheduler() -> None:
@@ -350,25 +311,6 @@ def test_state_dicts_of_sgd_go_both_ways() -> None:
     assert equal(state_of(peer, theirs), state_of(optimizer, ours))
     optimizer.load_state_dict(copy.deepcopy(peer.state_dict()))
     steps(1, (ours, optimizer))
-
-
-@pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("way", ["state dict", "deepcopy"])
-def test_training_goes_on_as_if_never_stopped(moment_dtype: torch.dtype | None, way: str) -> None:
-    ours = parameters()
-    optimizer = AdamW(ours, **ADAMW, max_grad_norm=0.5, moment_dtype=moment_dtype)
-    steps(3, (ours, optimizer))
-    if way == "deepcopy":
-        again, resumed = copy.deepcopy((ours, optimizer))
-    else:
-        again = copies(ours)
-        resumed = AdamW(again, lr=1.0, betas=(0.5, 0.5), max_grad_norm=0.5, moment_dtype=moment_dtype)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(3, (ours, optimizer), (again, resumed))
-    assert equal(ours, again)
-    assert equal(state_of(optimizer, ours), state_of(resumed, again))
-    moments = [value.dtype for value in state_of(resumed, again) if value.dim()]
-    assert set(moments) == {moment_dtype or torch.float32}
 
 
 def test_bf16_moments_train_like_fp32_ones() -> None:
