@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -214,19 +213,6 @@ def kept_by_a_path_of_its_own(name: str, _: pytest.CaptureFixture[str]) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         run(BLOCKS[name], checkpoint=checkpoint, model=model, optimizer=optimizer, step=999)
         assert checkpoint.load("out/kept/1000", model, optimizer) == {}
-
-
-def states_of_loaders(name: str, _: pytest.CaptureFixture[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert run_ranks(2, own_state_of_loader, BLOCKS[name], folder) == [{"rank": 0}, {"rank": 1}]
-
-
-def own_state_of_loader(rank: int, world_size: int, block: str, folder: str) -> Any:
-    loader = Mock(state_dict=lambda: {"rank": rank})
-    model = flatfsdp.FlatFSDP(nn.Linear(4, 4))
-    names = {"dist": dist, "manager": checkpoint.CheckpointManager(folder), "loader": loader, "model": model}
-    run(block, **names, optimizer=torch.optim.AdamW(model.parameters()), step=1)
-    return loader.load_state_dict.call_args.args[0]
 
 
 def saved_and_loaded(rank: int, world_size: int, block: str, path: str) -> dict[str, int]:
@@ -528,7 +514,6 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     'CheckpointManager("out/layout")': a_program_that_prints,
     'CheckpointManager("memory://': a_program_that_prints,
     "dcp_to_torch_save(": a_program_that_prints,
-    "loader.state_dict()": states_of_loaders,
     "convert(model, lambda layer, name: True)": a_model_in_fp8,
     "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
     "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,
