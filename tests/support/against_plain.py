@@ -83,7 +83,9 @@ def gradient_buffers(model: Any, others: list[Tensor]) -> int:
     Args:
         others: what was there before the model, and is not counted.
     """
-    trained_groups = [group for _, wrapped in units_in(model) for group in wrapped.fsdp_state.trained]
+    trained_groups = [
+        group for _, wrapped in units_in(model) for group in wrapped.fsdp_state.groups if group.trains
+    ]
     sizes = {4 * group.layout.padded_numel(group.grid.shard.size) for group in trained_groups}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fp32_tensors()}
     known = {t.untyped_storage()._cdata for t in others}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
-from flatfsdp.checkpoint import manifest
+from flatfsdp.checkpoint import media
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(rank: int, world_size: 
     before = run.result()
     run.train(1)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(manifest.os, "replace", side_effect=full):
+    with mock.patch.object(media.os, "replace", side_effect=full):
         with pytest.raises(
             checkpoint.CheckpointError, match="was not saved: rank 0: No space left on device"
         ):

@@ -227,7 +227,7 @@ def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype
     others = [p.numel() for name, p in plain.named_parameters() if p.dim() == 1]
     size = compute.itemsize
     expected = sum(n * (4 + size) + (count - 1) * n * (8 + size) for n in others)
-    groups = [group for unit in model.fsdp_state.root.units for group in unit.trained]
+    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups if group.trains]
     vectors = [sum(len(slot.shape) == 1 for slot in group.layout.slots) for group in groups]
     assert min(vectors) <= FEW < max(vectors)
     launches = count * sum(number if number <= FEW else 1 for number in vectors)

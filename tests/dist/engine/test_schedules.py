@@ -139,7 +139,7 @@ def test_failed_evaluation_and_a_childs_zero_grad_leave_other_gradients_alone(ra
     with model.no_sync():
         model(first).backward()
     model.blocks[2].zero_grad()
-    kept = [m.fsdp_state.trained[0].main_grad.holds_gradients for m in (model, *model.blocks)]
+    kept = [m.fsdp_state.groups[0].main_grad.holds_gradients for m in (model, *model.blocks)]
     assert kept == [True, True, True, False]
 
 

@@ -65,7 +65,7 @@ def test_b1_a_no_sync_backward_frees_the_parameters(rank: int, world_size: int, 
     for index, block in enumerate(net.blocks):
         net.blocks[index] = make(block, reshard_after_forward=index != 1)
     model = make(net)
-    layout = model.blocks[1].fsdp_state.trained[0].layout
+    layout = model.blocks[1].fsdp_state.groups[0].layout
     only_kept = [0, 0, layout.padded_numel(world_size) * torch.bfloat16.itemsize, 0]
     masters = [shard.detach().clone() for shard in model.parameters()]
 

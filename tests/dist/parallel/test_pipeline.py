@@ -138,7 +138,9 @@ def has_parameters(stage: FlatStage) -> bool:
 
 
 def groups_of(stage: FlatStage) -> list[Any]:
-    return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.trained]
+    return [
+        group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.groups if group.trains
+    ]
 
 
 def watch(model: Any) -> tuple[Any, list[int]]:
