@@ -249,5 +249,6 @@ def require_plain(name: str, parameter: nn.Parameter) -> None:
         found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
         raise ValueError(
             f"parameter {name} is {found if is_dense else f'a {parameter.layout} tensor'}; FlatFSDP shards "
-            "plain dense tensors of floating-point numbers: load a model without quantization"
+            "plain dense tensors of floating-point numbers. Load a quantized model without quantization: "
+            "frozen weights take two bytes each over all ranks, and flatfsdp.layers.convert computes in FP8"
         )

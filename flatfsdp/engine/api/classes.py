@@ -139,5 +139,6 @@ def require_mixable(module: nn.Module, mixin: type[_Sharded]) -> None:
         mixed_class(type(module), mixin)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(
-            f"no class can be derived from {type(module).__name__} ({error}); give __init_subclass__ defaults"
+            f"{type(module).__name__} cannot be sharded in place, because no class can be derived from it "
+            f"without arguments ({error}); give them defaults in its __init_subclass__"
         ) from error

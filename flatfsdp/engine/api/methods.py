@@ -122,7 +122,9 @@ class UnitMethods(UnitModule):
                 ranks than others; if this is a stage of a pipeline.
         """
         if any(group.master.stages.size > 1 for _, group in named_groups(self)):
-            raise ValueError("this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_")
+            raise ValueError(
+                "this is a stage of a pipeline; use flatfsdp.parallel.clip_grad_norm_(all stages, max_norm)"
+            )
         # A write to what modules show is lost: said here, before the step goes on without it.
         root_of(self).require_no_writes()
         grads, device = gradients_of(self), self.fsdp_state.shared.device
@@ -241,7 +243,9 @@ class UnitMethods(UnitModule):
             raise RuntimeError("summon_full_params() inside a forward or backward; call it before or after")
         units = distinct_units(self) if recurse else [self]
         if writeback and any(u.fsdp_state.is_whole and not u.fsdp_state.writes_back for u in units):
-            raise RuntimeError("writes are lost inside summon_full_params(writeback=False); pass it here")
+            raise RuntimeError(
+                "inside summon_full_params(writeback=False) writes are lost; pass the same writeback to both"
+            )
         with whole_units(units, Gathering(rank0_only, offload_to_cpu), writeback=writeback):
             yield
 
@@ -273,7 +277,8 @@ def gradients_of(model: Model) -> Gradients:
     unreduced = next((group.name for group in groups if group.master.marks.is_on), None)
     if unreduced is not None and not any(group.master.grads for group in groups):
         raise RuntimeError(
-            f"gradients of unit {unreduced} are accumulated and not yet reduced; run the last backward first"
+            f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
+            "them; take it after the last backward of the step, outside of no_sync()"
         )
     return [(ShardTarget(group, 0, group.master.flat.numel()), group.master.grads_at) for group in groups]
 

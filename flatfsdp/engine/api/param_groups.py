@@ -45,8 +45,10 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, flat_group in named_groups(model):
         if not flat_group.master.is_divided:
-            unit = flat_group.name
-            raise ValueError(f"unit {unit} lists one flat parameter; shard the model with flatfsdp.shard")
+            raise ValueError(
+                f"unit {flat_group.name} lists one flat parameter, which cannot have options for a part of "
+                "it; shard the model with flatfsdp.shard, or wrap it with flatfsdp.FlatFSDP"
+            )
         for slot, parameter in zip(flat_group.layout.slots, flat_group.master.parameters, strict=True):
             if parameter.requires_grad:
                 left[prefix + slot.name], shapes[prefix + slot.name] = parameter, slot.whole_shape

@@ -98,7 +98,8 @@ def make_units(model: nn.Module, policy: WrapPolicy | None, make: Callable[..., 
         instead = [name for name in ("mesh", "tp_group") if options.get(name) is not None]
         if instead:
             raise ValueError(
-                f"dp_shard arranges all ranks, and there is {instead[0]}, too; pass mesh=make_mesh(...).dp"
+                f"dp_shard arranges all ranks, and there is {instead[0]}, too; leave dp_shard out, and pass "
+                "mesh=make_mesh(dp_shard=..., dp_replicate=..., tp=...).dp"
             )
         options["mesh"] = mesh_of_shard_groups(dp_shard)
     for module, places in picked.items():
@@ -143,9 +144,14 @@ def _require_shardable(module: nn.Module) -> None:
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
     if type(module).__name__ == "OptimizedModule":
-        raise ValueError("this is the result of torch.compile; shard the module, then compile its units")
+        raise ValueError(
+            "this is the result of torch.compile, and its parameters are another module's; shard that one, "
+            "then compile the blocks that are units: block.compile()"
+        )
     if not _is_called(module):
-        raise ValueError(f"a {type(module).__name__} is never called; pick a module in it or around it")
+        raise ValueError(
+            f"a {type(module).__name__} is never called, so nobody gathers it; pick what is in or around it"
+        )
     require_mixable(module, FlatFSDPModule)
     for _, below in own_modules(module):
         if below is not module and _may_be_part(below):

@@ -69,6 +69,7 @@ def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Places]:
     visit(model, "")
     if not picked:
         raise ValueError(
-            "the wrap policy picked no module, so the whole model would be one unit; shard(model) makes that"
+            "the wrap policy picked no module, so the whole model would be one unit; pick a smaller class or "
+            "size, or call FlatFSDP(model), or shard(model) in place, if that is what you want"
         )
     return picked

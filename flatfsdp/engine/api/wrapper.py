@@ -70,7 +70,9 @@ class FlatFSDP(Guarded, ModuleWrapper):
         # Attributes set on the wrapper itself may be replaced; "module" does not exist before wrapping.
         is_new = isinstance(value, nn.Module) and name != "module" and name not in self._modules
         if is_new and hasattr(self, name):
-            raise TypeError(f"{name} cannot be replaced after wrapping, nobody would reduce it; do it before")
+            raise TypeError(
+                f"{name} cannot be replaced after wrapping: nobody would reduce the new one; replace it first"
+            )
         super().__setattr__(name, value)
 
     # nn.Module has these itself, so that they are not looked up in the module inside.

@@ -126,8 +126,10 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     for path, owner in own_modules(module):
         refuse_others_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
-            name, kind = path or "the module", type(owner).__name__
-            raise ValueError(f"{name} is a {kind}, which keeps its parameters already; shard a plain module")
+            raise ValueError(
+                f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
+                "already; shard or wrap the plain module"
+            )
         for attribute, name in taken_from(owner).items():
             listed = owner._parameters.get(attribute)
             # Otherwise another parameter was registered here since then, which no unit has.
@@ -154,14 +156,16 @@ def _require_no_running_statistics(module: nn.Module) -> None:
         counts = isinstance(owner, _BatchNorm) and (owner.track_running_stats and owner.training)
         if counts or isinstance(owner, nn.SyncBatchNorm):
             raise ValueError(
-                f"{path} is a {type(owner).__name__}, whose statistics would depend on the number of ranks; "
-                "call eval() on it first, or take GroupNorm or LayerNorm"
+                f"{path} is a {type(owner).__name__}, whose statistics are of one rank's microbatches or of "
+                "one turn: with lanes they would depend on the number of ranks; call eval() on it first, or "
+                "take GroupNorm or LayerNorm"
             )
 
 
 def _tied_message(name: str, other: str) -> str:
     return (
-        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; make one unit of both"
+        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
+        "contains both, so that they live in one unit"
     )
 
 

@@ -59,14 +59,15 @@ def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) ->
         return
     brought = nn.Module.named_parameters(value) if value is not None else ()
     trained = (name for name, each in brought if each.requires_grad and FLAT_SHARD.of(each) is None)
-    kind = type(parent).__name__
     if (parameter := next(trained, None)) is not None:
         raise TypeError(
-            f"{name} of {kind} brings parameter {parameter} into a unit that is built already. {_WAY_OUT}"
+            f"{name} of {type(parent).__name__} brings parameter {parameter} into a unit that is built "
+            f"already: it would be neither sharded nor reduced. {_WAY_OUT}"
         )
     if present is not None and (lost := next(_sharded(present, value), None)) is not None:
         raise TypeError(
-            f"{name} of {kind} is replaced in a unit that is built already, with {lost} in it. {_WAY_OUT}"
+            f"{name} of {type(parent).__name__} is replaced in a unit that is built already, which has "
+            f"sharded {lost} there and would keep it without a use. {_WAY_OUT}"
         )
 
 

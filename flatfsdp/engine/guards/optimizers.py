@@ -81,7 +81,10 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         return
     names = {base.__name__.lower().replace("_", "") for base in type(optimizer).__mro__}
     if not names.isdisjoint(_NOT_ELEMENTWISE.split()):
-        raise ValueError(f"{type(optimizer).__name__} needs whole parameters; take an element-wise optimizer")
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole parameters, and has this rank's part of each: its step "
+            "would depend on the number of ranks. Use an element-wise one, such as flatfsdp.optim.AdamW"
+        )
     optimizer.register_state_dict_post_hook(note_part)
     optimizer.register_load_state_dict_pre_hook(refuse_state_of_another_part)
     vars(optimizer)[_WATCHED] = True
@@ -117,22 +120,26 @@ def refuse_state_of_another_part(optimizer: torch.optim.Optimizer, state_dict: d
 def _misfit(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> str | None:
     """Says why a state dict cannot be loaded; None if it can."""
     rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-    way_out = "save with flatfsdp.checkpoint.save, load with its load or load_full_optimizer_state_dict"
+    way_out = (
+        "save with flatfsdp.checkpoint.save(path, model, optimizer), and load with flatfsdp.checkpoint.load; "
+        "flatfsdp.checkpoint.load_full_optimizer_state_dict takes a state of whole parameters, by name"
+    )
     if PART in state_dict:
         if state_dict[PART] == _parts(optimizer):
             return None
         return (
-            f"{rank} loads an optimizer's state dict of another rank's part of the model, or of another "
-            f"number of ranks, such as the first rank's from torch.save; {way_out}"
+            f"{rank} loads the state dict of an optimizer that has another rank's part of the model, or had "
+            f"it on another number of ranks, such as the first rank's from torch.save; {way_out}"
         )
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     # PyTorch itself refuses other lengths.
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                shape = tuple(value.shape)
                 return (
-                    f"the state dict of an optimizer has {key!r} of shape {tuple(value.shape)}; {rank} has "
-                    f"{parameter.numel()} elements of the parameter: its model was not sharded; {way_out}"
+                    f"the state dict of an optimizer has {key!r} of shape {shape} for a parameter of which "
+                    f"{rank} has {parameter.numel()} elements: its model was not sharded; {way_out}"
                 )
     return None
 
@@ -167,7 +174,8 @@ def refuse_taken(optimizer: torch.optim.Optimizer) -> None:
     if name is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} has parameter {name} as it was before the model was sharded, "
-            "or as summon_full_params shows it; build it after sharding, outside of that, of its parameters()"
+            "as a forward reads it, or as summon_full_params shows it, and would not reach the shards. Build "
+            "it after sharding, from model.parameters() outside of summon_full_params, or from param_groups"
         )
 
 
@@ -187,8 +195,9 @@ def refuse_early_step(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(group.unit.shared.microbatch.awaits_gradients for group in groups):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} would change nothing: since the last training forward no "
-            "backward has brought one gradient; run it first, and leave inputs out of backward(inputs=...)"
+            f"this {type(optimizer).__name__} would change nothing: it has no gradient, and no backward has "
+            "brought one to the model since its last training forward. No graph leads to what parameters() "
+            "lists: leave inputs out of backward(inputs=...); without a backward there is no step() either"
         )
 
 

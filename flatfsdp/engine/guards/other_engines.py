@@ -81,12 +81,16 @@ def refuse_others_inside(name: str, module: nn.Module) -> None:
     hooked = map(_engine_of, module._forward_pre_hooks.values())
     engine = _wrapper_name(module) or next(filter(None, hooked), None)
     if engine is not None:
-        raise ValueError(f"{name} is in the hands of {engine} already; give FlatFSDP the plain module")
+        raise ValueError(
+            f"{name} is in the hands of {engine} already, which reduces its gradients by itself; give "
+            "FlatFSDP the plain module, which it shards and reduces alone"
+        )
     if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
         base = type(module.get_base_layer()).__name__  # type: ignore[operator]
         raise ValueError(
-            f"PEFT adapts a parameter of {name} ({module.parameter_name} of a {base}), which it replaces in "
-            'each forward; adapt linear layers, as by target_modules=["q_proj"], but no routers or experts'
+            f"PEFT adapts a parameter of {name} ({module.parameter_name} of a {base}), and puts another one "
+            'in its place in each forward. Adapt linear layers, as in target_modules=["q_proj", "v_proj"], '
+            'and no routers or experts: "all-linear" includes routers, and target_parameters are such ones'
         )
 
 
@@ -110,6 +114,7 @@ def _name_among(names: Container[str], cls: type) -> str | None:
 
 def _around(engine: str) -> ValueError:
     return ValueError(
-        f"{engine} around a model that FlatFSDP has sharded would reduce gradients a second time; do not "
-        "give it to Accelerator.prepare, transformers.Trainer or Lightning's strategies, but call the model"
+        f"{engine} around a model that FlatFSDP has sharded would take this rank's shards for a whole model, "
+        "and reduce gradients a second time. Accelerator.prepare, transformers.Trainer and Lightning's "
+        "strategies put one around every model: give them all but the model, and call the model itself"
     )

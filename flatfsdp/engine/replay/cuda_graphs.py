@@ -108,8 +108,10 @@ class Graph:
         finally:
             self._generator.graphsafe_set_state(own)
         if restores != len(self._moves.restored):
-            times = f"{restores} times, where an eager microbatch did so {len(self._moves.restored)} times"
-            raise RuntimeError(f"it has restored the random state {times}")
+            raise RuntimeError(
+                f"it has restored the random state {restores} times, where an eager microbatch did so "
+                f"{len(self._moves.restored)} times"
+            )
 
     def replay(self) -> None:
         """Launches the kernels again: they read what is at the same addresses now, and draw as eager ones."""
@@ -199,8 +201,9 @@ class Graphs:
         pairs = zip(outputs, own, strict=True)
         if kept := others + [each.nbytes for each, count in pairs if uses_of_memory(each) > count]:
             raise RuntimeError(
-                f"the function, or a module, keeps {len(kept)} tensors ({sum(kept)} bytes) of a recorded "
-                "microbatch, and replays would change them; keep numbers, or copies made outside of it"
+                f"after a microbatch that was recorded, {len(kept)} of its tensors are still there "
+                f"({sum(kept)} bytes): the function, or a module, keeps them, and every replay would change "
+                "them; keep a number, or a copy made outside of the microbatch"
             )
 
 

@@ -149,7 +149,9 @@ class Replayed(Generic[P, R]):
         tensors: list[Tensor] = []
         arguments = described((args, kwargs), tensors)
         if any(tensor.requires_grad for tensor in tensors):
-            raise ValueError("an argument requires a gradient, of which replays compute none: detach it")
+            raise ValueError(
+                "an argument of a replayed microbatch requires a gradient; replays compute none: detach it"
+            )
         key = root.place, arguments
         self._has_sums |= root.microbatch.index > 0 or not root.microbatch.is_last
         seen = self._seen.get(key)
@@ -328,9 +330,12 @@ def _checked(model: nn.Module) -> UnitModule:
     if not isinstance(outermost, UnitModule):
         raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
     for _, unit in units_in(outermost):
-        policy, has_tensor_parallel = unit.fsdp_state.policy, unit.fsdp_state.grid.tensor.size > 1
-        refused = not policy.optimize_backward_concat, policy.cpu_offload, has_tensor_parallel
-        if any(refused):
-            name = ("optimize_backward_concat=False", "cpu_offload", "tp_group")[refused.index(True)]
+        policy = unit.fsdp_state.policy
+        refused = {
+            "optimize_backward_concat=False": not policy.optimize_backward_concat,
+            "cpu_offload": policy.cpu_offload,
+            "tp_group": unit.fsdp_state.grid.tensor.size > 1,
+        }
+        if name := next((name for name, is_set in refused.items() if is_set), None):
             raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
     return outermost

@@ -119,8 +119,9 @@ def _recorded(root: Root, arenas: Sequence[Arena], reduced: list[Reduced]) -> It
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
-            "the microbatch cannot be recorded as a CUDA graph: it waits for the GPU (.item(), a branch on a "
-            f"tensor), or has not exactly one backward ({error}); do that outside, or train without replayed"
+            "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU (.item(), "
+            f"a branch on a tensor), or runs another number of backwards than one ({error}); compute that "
+            "outside of it, or train without flatfsdp.replayed"
         ) from error
     finally:
         root.publish, root.shared.checks = publish, True

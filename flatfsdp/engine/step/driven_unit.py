@@ -98,8 +98,9 @@ class DrivenUnit(Unit):
             follow_requires_grad(group)
             if (name := group.binding.displaced(group.params.shown_now)) is not None:
                 raise RuntimeError(
-                    f"parameter {self.prefix}{name} was replaced after sharding; write to it inside "
-                    "summon_full_params(). functional_call is not supported: call it with a plain copy"
+                    f"parameter {self.prefix}{name} was replaced after sharding, and nothing would update "
+                    "what took its place; write to it inside summon_full_params(), or replace it before "
+                    "sharding. torch.func.functional_call is not supported: call it with a plain copy"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward.  A unit gathered ahead of it may
@@ -176,7 +177,9 @@ class DrivenUnit(Unit):
             for group in self.groups:
                 # Reading it after the free would crash.
                 if group.buffer is not None and any(map(group.holds, tensors)):
-                    raise RuntimeError(f"unit {self.name} returned a parameter of its own; .clone() it")
+                    raise RuntimeError(
+                        f"unit {self.name} returned a parameter of its own, or a view, freed now: .clone() it"
+                    )
             self.reshard()
         return outputs
 
@@ -231,8 +234,9 @@ class DrivenUnit(Unit):
             # It is in `main_grad` by now, and would be added to the next step's.
             group.drop_unreduced()
             raise RuntimeError(
-                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: a "
-                "loss uses what its forward did not return, or module.weight; return it, or set an attribute"
+                f"a gradient of unit {self.name} was computed while its parameters were sharded, from NaN: "
+                "its forward has handed out a tensor beside its outputs (through a closure), or a loss uses "
+                "module.weight outside; return the tensor, or set it as an attribute of a module in the unit"
             )
         landed = self._landed[running_backward(), group]
         # Once a group, not once a parameter.

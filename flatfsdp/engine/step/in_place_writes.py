@@ -38,7 +38,8 @@ class WriteCheck:
         for group, names in self._written():
             raise RuntimeError(
                 f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
-                "is lost; write inside summon_full_params(), or before sharding (shard fills meta tensors)"
+                "is lost: a forward reads the attribute, which is NaN at other times; write inside "
+                "summon_full_params(), or before sharding (on the meta device, shard initialises it)"
             )
 
     @never_traced
@@ -50,8 +51,9 @@ class WriteCheck:
         """
         for group, names in self._written():
             raise RuntimeError(
-                f"the forward of unit {group.name} wrote in place to parameter {names}, which is lost; "
-                "take a copy (no max_norm in an embedding), or write to it inside summon_full_params()"
+                f"the forward of unit {group.name} wrote in place to parameter {names}, and what a forward "
+                "changes is lost with the gathered copy; compute with a changed copy (no max_norm in an "
+                "embedding), or write between steps, inside summon_full_params()"
             )
 
     def _written(self) -> Iterator[tuple[FlatGroup, str]]:

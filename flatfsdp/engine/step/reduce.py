@@ -138,7 +138,7 @@ class Reducer:
             if late and late[0].unit.policy.lanes is not None:
                 raise RuntimeError(
                     f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
-                    "lanes add all of a lane at once; pass use_reentrant=False"
+                    "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
                 )
             self._launch(late)
         while self._in_flight:

@@ -37,8 +37,9 @@ def follow_requires_grad(group: FlatGroup) -> None:
     if not group.master.is_divided and len(set(wanted)) > 1:
         changed = [trains != before for trains, before in zip(wanted, known, strict=True)].index(True)
         raise RuntimeError(
-            f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set by "
-            "itself, in a flat parameter; call requires_grad_() of the module, or use flatfsdp.shard"
+            f"requires_grad of parameter {group.unit.prefix}{group.layout.slots[changed].name} was set to "
+            f"{wanted[changed]} by itself, and a flat parameter is frozen as a whole: call requires_grad_() "
+            "of the wrapped module, make it a unit of its own, or shard the model with flatfsdp.shard"
         )
     if any(wanted) and group.main_grad is None:
         if group.compute_shard.is_cast_once_a_load:

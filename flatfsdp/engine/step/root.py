@@ -178,7 +178,8 @@ class Root:
         for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
-                    f"a parameter of unit {group.name} was given other memory (p.data = x): p.data.copy_(x)"
+                    f"a parameter of unit {group.name} was given other memory (p.data = ...), from which "
+                    "nothing is gathered; write into it instead: p.data.copy_(...)"
                 )
             # No graph leads to an optimizer's parameter.  The first hook is the engine's, see
             # `UnreducedMarks.follow`.
@@ -186,7 +187,7 @@ class Root:
             if max(counts, default=1) > 1:
                 name = group.unit.prefix + group.master.local_shard_name(counts.index(max(counts)))
                 raise RuntimeError(
-                    f"parameter {name} has a tensor hook, which would never run; use "
+                    f"parameter {name} has a tensor hook (register_hook), which would never run; use "
                     "register_post_accumulate_grad_hook, or register it before the model is sharded"
                 )
         self.require_no_writes()
@@ -300,7 +301,9 @@ class Root:
         number = running_backward()
         if not (self.backward.is_open and self.backward.number == number):
             if torch.is_grad_enabled():
-                raise RuntimeError("create_graph=True would need parameters that are freed by then")
+                raise RuntimeError(
+                    "create_graph=True is not supported: it would need parameters that are freed by then"
+                )
             if self.backward.has_failed:
                 self.abandon_step()
             if not self.backward.is_open:

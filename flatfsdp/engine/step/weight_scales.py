@@ -50,8 +50,9 @@ class WeightScales:
         self._recipe: Any = self._unit.policy.precision.fp8_weights
         for unit in (master.unit for master in masters):
             if (theirs := unit.policy.precision.fp8_weights) != self._recipe:
-                both = f"{theirs!r}, others {self._recipe!r}"
-                raise ValueError(f"unit {unit.name} has fp8_weights={both}; make them equal")
+                raise ValueError(
+                    f"unit {unit.name} has fp8_weights={theirs!r}, others {self._recipe!r}; make them equal"
+                )
         runs = [run for master in masters for run in master.layout.runs]
         self._num_runs = len(runs)
         # By slot, the number of its run.

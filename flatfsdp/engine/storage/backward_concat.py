@@ -223,7 +223,8 @@ class Views(Shown):
             view.register_hook(weakly(self, Views._arrive, index))
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"parameter {slots[index].name} has a post-accumulate-gradient hook; take a tensor hook"
+                    f"parameter {slots[index].name} has a post-accumulate-gradient hook, which only leaves "
+                    "have; pass optimize_backward_concat=True, or register a tensor hook"
                 )
             # The module will not see the old parameters again.
             for hook in (parameter._backward_hooks or {}).values():

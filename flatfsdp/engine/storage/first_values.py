@@ -79,8 +79,9 @@ def require_same_first_values(masters: Sequence[MasterShard]) -> None:
             raise_to_largest(first, ranks)
     if found := int(first):
         raise RuntimeError(
-            f"parameter {names[len(names) - found]} began with other values on other ranks; seed all ranks "
-            "alike, pass sync_module_states=True, or load a checkpoint before the first forward"
+            f"parameter {names[len(names) - found]} began with other values on other ranks, and each rank "
+            "shards its own; seed all ranks alike before the model is built, pass sync_module_states=True, "
+            "which takes the first rank's values, or load a checkpoint before the first forward"
         )
 
 

@@ -64,7 +64,10 @@ class NormsOverRanks:
             self._answered += 1
             return answer[1]
         if any(each.stages.size > 1 for each in self._masters):
-            raise RuntimeError("one stage has no norm of the model; use flatfsdp.parallel.clip_grad_norm_")
+            raise RuntimeError(
+                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
+                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
         require_same_grid(each.grid for each in self._masters)
         master = self._references[grad.place.shard.number]()
         if master is None:

@@ -188,7 +188,8 @@ class FlatGroup:
         """
         if self.compute_shard.version != version:
             raise RuntimeError(
-                f"the parameters of unit {self.name} changed between this forward and its backward; redo both"
+                f"the parameters of unit {self.name} changed between this forward and its backward (by a "
+                "step, a load, a write); run the backward before the change, or the forward again after it"
             )
 
     def allocate(self) -> bool:

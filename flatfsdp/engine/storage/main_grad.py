@@ -140,8 +140,10 @@ class MainGrad:
             TypeError: if it is sparse.
         """
         if grad.layout is not torch.strided:
-            name = self._layout.slots[index].name
-            raise TypeError(f"parameter {name} got a {grad.layout} gradient; build its layer without sparse")
+            raise TypeError(
+                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
+                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+            )
         fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
             # One gradient a slot can wait, and the earlier one is added first.
@@ -230,7 +232,10 @@ class MainGrad:
     def end_step(self) -> None:
         """Drops what a step has left behind, so that the next one does not add to it."""
         if any(self._state.written):
-            logger.warning("dropped gradients of a step that was never reduced: it had no last backward")
+            logger.warning(
+                "dropped gradients of a step that was never reduced (its last backward failed, or was "
+                "not marked as the last one)"
+            )
         if self.holds_gradients:
             self.drop()
         self._is_lent = False

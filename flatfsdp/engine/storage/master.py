@@ -341,8 +341,9 @@ class MasterShard:
             return added
         if autograds and self.unit.policy.lanes is not None:
             raise RuntimeError(
-                "a penalty on model.parameters() has a gradient of its own, which lanes would add once a "
-                "microbatch; compute it inside the model's forward, or use weight_decay"
+                "a penalty on model.parameters() has a gradient of its own on each rank, which lanes would "
+                "add as often as this rank has microbatches; compute it inside the model's forward, or use "
+                "weight_decay"
             )
         # An empty part shares the version counter, too, so that all ranks notice the same writes.
         split = published.flat.split_with_sizes(self._lengths)

@@ -48,7 +48,10 @@ class ShardInModel:
             RuntimeError: before the model is used.
         """
         if self.answers is None:
-            raise RuntimeError("gradients have no norm before the model's first forward; run one first")
+            raise RuntimeError(
+                "a gradient was asked for its norm before the model's first forward, in which ranks agree on "
+                "who has the other parts; run a forward first"
+            )
         return self.answers
 
 
@@ -130,7 +133,9 @@ class ShardGrad(Tensor):
             return _norms(*args, **kwargs)
         if func in _EXTREMES and not any(isinstance(a, Tensor) for a in (*args[1:], kwargs.get("other"))):
             raise ValueError(
-                f"{func.__name__} of a part: take .grad.norm(torch.inf), or .grad.as_subclass(torch.Tensor)"
+                f"{func.__name__} of this rank's part of a gradient; use .grad.norm(torch.inf) for the "
+                "largest magnitude over all ranks, or .grad.as_subclass(torch.Tensor) for this rank's "
+                "elements"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -189,8 +194,9 @@ def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, 
     dims = (dim,) if isinstance(dim, int) else dim or ()
     if not norm_type > 0 or any(each not in (0, -1) for each in dims) or options.get("out") is not None:
         raise ValueError(
-            f"{func.__name__} of order {order!r}, dim {dim!r}: over all ranks, norms of positive order of "
-            "all elements are known, without out=; .grad.as_subclass(torch.Tensor) is this rank's part, 1-D"
+            f"{func.__name__} of order {order!r}, dim {dim!r} of a gradient of which this rank has a part: "
+            "norms of positive order of all elements, without out=, are known over all ranks; use "
+            ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
     norm: Tensor = grad.place.shard.norms.norm(grad, norm_type)
     norm = norm.to(options.get("dtype") or norm.dtype)

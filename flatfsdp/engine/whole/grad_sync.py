@@ -44,8 +44,13 @@ def chosen_grad_sync(units: Sequence[Unit]) -> GradSync:
     spread = any(group.grid.shard.span_hosts for group in groups)
     limit = (ACROSS_HOSTS if spread else ON_ONE_HOST) * memory
     chosen: GradSync = "every" if report.peak > limit else "last"
-    peak, room = report.peak / GIB, limit / GIB
-    logger.warning('grad_sync="auto" has chosen %r: "last" would take %.1f of %.1f GiB', chosen, peak, room)
+    logger.warning(
+        'grad_sync="auto" has chosen %r: parameters, gradients and optimizer would take up to %.1f GiB with '
+        '"last", and a GPU has %.1f for them',
+        chosen,
+        report.peak / GIB,
+        limit / GIB,
+    )
     return chosen
 
 

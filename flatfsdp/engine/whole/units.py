@@ -75,7 +75,9 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
     shared, policy = outermost.shared, outermost.policy
     grad_sync = chosen_grad_sync(units)
     if policy.grad_sync == "auto":
-        lines.append(f"grad_sync has chosen {grad_sync!r}; if GPUs have different memory, choose yourself")
+        lines.append(
+            f'grad_sync="auto" has chosen {grad_sync!r}; if GPUs have different memory, choose yourself'
+        )
     # Before the communicators below, which ranks with other models would make in other orders, and hang.
     number = check_same_on_all_ranks(lines, outermost.grid.dimensions, shared.device, policy.timeout)
     if any(group.grid.num_ranks > outermost.grid.num_ranks for group in groups):
@@ -83,12 +85,18 @@ def _checked_root(units: Sequence[DrivenUnit]) -> Root:
         number = 0
     wants_fp8 = any(unit.policy.precision.fp8_weights is not None for unit in units)
     if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
-        raise ValueError("fp8_weights: no layer has a weight that only FP8 GEMMs read; use flatfsdp.layers")
+        raise ValueError(
+            "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use those of "
+            "flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
+        )
     of_root = _settings_of_the_model(outermost)
     for unit in units:
         for what, own in _settings_of_the_model(unit).items():
             if own != (mine := of_root[what]):
-                raise ValueError(f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own!r}")
+                raise ValueError(
+                    f"unit {unit.name} needs the {what} of its root: {mine!r}, not {own!r}; "
+                    "pass the same to both"
+                )
     # Without sharding there is no shard to keep a sum in.
     shared.reduces_every = grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups)
     return Root(units, number)

@@ -398,7 +398,7 @@ def _counting(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "error"), [(_closed, "derived from Closed"), (_counting, "parameter count is")]
+    ("spoil", "error"), [(_closed, "Closed cannot be sharded"), (_counting, "parameter count is")]
 )
 @on_ranks(2)
 def test_a_refused_model_is_as_it_was(spoil: Callable[[nn.Module], nn.Module], error: str) -> None:

@@ -122,7 +122,7 @@ class Codebook(nn.Module):
 @FLAGS
 @on_ranks(2)
 def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
-    with pytest.raises(RuntimeError, match=WRITTEN.format("root", "count, which")):
+    with pytest.raises(RuntimeError, match=WRITTEN.format("root", "count, and what")):
         shard(Codebook(in_parameter=True), optimize_backward_concat=flag)(torch.ones(4))
     model = shard(Codebook(in_parameter=False), optimize_backward_concat=flag)
     for _ in range(2):

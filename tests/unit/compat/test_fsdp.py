@@ -117,7 +117,7 @@ def test_a_flat_parameter_is_frozen_as_a_whole() -> None:
     net, x = model(optimize_backward_concat=True), torch.randn(4, 3)
     net(x)
     net.module.second.weight.requires_grad_(False)
-    assert_raises(RuntimeError, r"parameter second\.weight was set by itself", net, x)
+    assert_raises(RuntimeError, r"parameter second\.weight was set to False by itself", net, x)
     net.module.second.weight.requires_grad_(True)
     net.first.requires_grad_(False)
     net(x).sum().backward()
