@@ -287,13 +287,14 @@ def keep_addresses(root: Root, *, of_sums: bool) -> None:
     Args:
         of_sums: whether gradients pass, too: steps have more than one microbatch.
     """
+    left = {group for groups in root.reducer.left for group in groups}
     for group in root.groups:
         if group.main_grad is not None:
             group.kept_grad = group.kept_grad or KeptGrad(group.master)
             if of_sums:
                 group.keep_sums()
                 # Otherwise it lives within one microbatch, in the graph's pool.
-                if not root.shared.reduces_every:
+                if not root.shared.reduces_every or group in left:
                     group.main_grad.stay()
         if not group.unit.policy.reshard_after_forward:
             for buffer in (group.buffer, group.operands.columnwise):

@@ -41,6 +41,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.left_behind import LeftBehind
 from flatfsdp.engine.step.passes import Forward
+from flatfsdp.engine.step.reduce import SETTLED_BEFORE
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
@@ -109,6 +110,8 @@ class DrivenUnit(Unit):
             self.show(Action.BACKWARD)
         else:
             position = self.root.order.current.record(self)
+            if position == SETTLED_BEFORE:
+                self.root.reducer.settle()
             self.show(self.root.forward_action, self.root.order.after(position))
         if self._casts_to is not None:
             # Others may be tables of a rotary embedding, masks, or a residual, in FP32 on purpose.

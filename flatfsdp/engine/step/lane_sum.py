@@ -40,8 +40,11 @@ class LaneSum(SumOverRanks):
         others = (ranks or group.grid.shard).size - 1
         return flat.new_empty(others, flat.numel() // (others + 1), dtype=group.unit.policy.precision.reduce)
 
-    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
-        """Adds the lanes of one turn; in the last turn the results are final.  Collective."""
+    def add(
+        self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None], *, ends: bool
+    ) -> Tensors:
+        """Adds the lanes of one turn; after the last turn's the results are final.  Collective."""
+        self._ends = ends
         rows = self._exchanged(groups[0], flats, memory, self._grids[groups[0]].shard)
         return [self._folded(*each) for each in zip(groups, rows, kept, strict=True)]
 
@@ -66,7 +69,7 @@ class LaneSum(SumOverRanks):
         assert lanes is not None
         sums = rows.own if lanes.block == 1 else self._sums_of_blocks(group, rows, lanes)
         if sums is None:
-            assert group.block_grad.so_far is not None and not self._shared.microbatch.is_last
+            assert group.block_grad.so_far is not None and not self._ends
             return group.block_grad.so_far
         if replicas.size > 1:
             (rows,) = self._exchanged(group, [sums], [self.memory_for(group, sums, None, replicas)], replicas)
@@ -75,9 +78,8 @@ class LaneSum(SumOverRanks):
             rows = Rows(self.cast(sums, rows.received.dtype).view(-1, rows.received.shape[1]))
         # Replicas have parts of what the optimizer will read.
         memory = self.memory_of_sum(group, kept if replicas.size == 1 else None)
-        is_last = self._shared.microbatch.is_last
-        total = self.added(group, group.partial_grad, rows, memory, ends=is_last)
-        if replicas.size == 1 or not is_last:
+        total = self.added(group, group.partial_grad, rows, memory, ends=self._ends)
+        if replicas.size == 1 or not self._ends:
             return total
         whole = total.new_empty(replicas.size * total.numel())
         nbytes = whole.nbytes * (replicas.size - 1) // replicas.size

@@ -14,6 +14,9 @@ identity of its unit (`comm/checking/journal.py`), so ranks that do not pair rai
 With `grad_sync="last"` one backward of a step reduces; with "every", each does; with lanes, the last one of
 each lane.  Until the last backward of all, the sums stay in `partial_grad`.
 
+With "every", nothing in a backward would hide the reductions of its last units, as of the embedding.  They
+run in the next microbatch, beside the forwards of its first units (`take_up`).
+
 A parameter that no rank has used in a step has no gradient, as in plain PyTorch, so that optimizers leave it
 alone.  Ranks tell each other what they have used: one bit a parameter, in one small all-reduce a step.
 """
@@ -51,6 +54,13 @@ MAX_IN_FLIGHT = 2
 """Reductions under way before the compute stream waits for the oldest: one runs while the next one's
 gradients are being computed.  Bounds how many gradient buffers outlive their backward."""
 
+LEFT = MAX_IN_FLIGHT
+"""Units that a backward before the last one leaves to the next microbatch: as many as may be under way."""
+
+SETTLED_BEFORE = 8
+"""Position in a forward of the unit that runs once those are reduced: enough forwards to hide them, and early
+enough that the memory is free again when activations are at their most."""
+
 
 class Reduced(NamedTuple):
     """The reduced gradient of a group.
@@ -69,8 +79,10 @@ class Reduced(NamedTuple):
 class _Reduction(NamedTuple):
     """One unit's reduction, running on the side stream until the compute stream has waited for `done`."""
 
-    reduced: dict[FlatGroup, Tensor]
-    """Final gradients; none in a backward before the last one, whose sums stay in `partial_grad`."""
+    sums: dict[FlatGroup, Tensor]
+    """What the gradients have become a part of."""
+    ends: bool
+    """Whether these are final; otherwise they stay in `partial_grad`."""
     read: list[Tensor | None]
     """Tensors that the stream still reads; freed now, the compute stream would reuse their memory at once."""
     done: torch.cuda.Event | None
@@ -104,15 +116,32 @@ class Reducer:
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: dict[FlatGroup, Tensor] = {}
 
+    @property
+    def left(self) -> Sequence[Groups]:
+        """Units that backwards before a step's last one leave to the next microbatch, on all ranks alike.
+
+        None with lanes, where a reduction belongs to the turn of its backward.
+        """
+        first = self._order[0][0].unit if self._order else None
+        has_lanes = first is not None and first.policy.lanes is not None
+        leaves = self._shared.reduces_every and not has_lanes and len(self._order) > LEFT
+        return self._order[-LEFT:] if leaves else ()
+
+    @property
+    def _reduced_now(self) -> Sequence[Groups]:
+        """Units that the running backward reduces."""
+        is_last = self._shared.microbatch.is_last
+        return self._order if is_last else self._order[: len(self._order) - len(self.left)]
+
     def ready(self, groups: Groups) -> None:
         """Reduces the groups of a unit whose gradients have all landed, as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
         first = self._next
-        for groups in self._order[first:]:
+        for groups in self._reduced_now[first:]:
             # Gradients of that unit may still land; a frozen unit gets none.
             if self._next not in self._ready and any(group.is_awaited for group in groups):
                 break
-            self._launch(groups)
+            self._launch(groups, ends=self._shared.microbatch.is_last)
             self._next += 1
         self._warn_if_late(first, held=len(self._ready.intersection(range(first, self._next))) - 1)
 
@@ -128,24 +157,40 @@ class Reducer:
             )
 
     def finish(self) -> list[Reduced]:
-        """Reduces what is left; returns the gradients that are reduced for good."""
+        """Reduces what has not been, but for what is left; returns gradients that are reduced for good."""
+        ends = self._shared.microbatch.is_last
         self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
-        for groups in self._order[self._next :]:
-            self._launch(groups)
+        for groups in self._reduced_now[self._next :]:
+            self._launch(groups, ends=ends)
         # A nested backward (reentrant checkpointing) may have added to a unit that was reduced already.
-        for groups in self._order:
+        for groups in self._reduced_now:
             late = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if late and late[0].unit.policy.lanes is not None:
                 raise RuntimeError(
                     f"unit {late[0].name} got gradients after it was reduced, in a reentrant checkpoint, and "
                     "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
                 )
-            self._launch(late)
-        while self._in_flight:
-            self._retire()
+            self._launch(late, ends=ends)
+        self.settle()
+        for group in () if ends else (group for groups in self.left for group in groups):
+            if group.main_grad is not None and group.state.takes_part:
+                # On a rank that has not used it as well: by this `take_up` tells.
+                group.main_grad.open()
         reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced.items()]
         self.forget()
         return reduced
+
+    def take_up(self) -> None:
+        """Launches what the last backward has left, at the beginning of the next microbatch."""
+        for groups in self.left:
+            # What a user has zeroed since is gone, on all ranks.
+            left = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
+            self._launch(left, ends=False)
+
+    def settle(self) -> None:
+        """Lets the compute stream wait for what is under way, whose memory is free then."""
+        while self._in_flight:
+            self._retire()
 
     def forget(self, *, waits: bool = True) -> None:
         """Drops the running reductions and their results, and waits for them unless they never run."""
@@ -156,7 +201,7 @@ class Reducer:
         self._ready.clear()
         self._next = 0
 
-    def _launch(self, unit: Groups) -> None:
+    def _launch(self, unit: Groups, *, ends: bool) -> None:
         groups = [group for group in unit if group.state.takes_part]
         if not groups:
             return
@@ -169,23 +214,28 @@ class Reducer:
         # Taken before the partial sums are replaced: the stream reads these, too.
         read = [*flats, *memory, *(group.partial_grad.so_far for group in groups)]
         with self._stream.after_compute():
-            sums = self._sum.add(groups, flats, memory, kept)
-        reduced = dict(zip(groups, sums, strict=True)) if self._shared.microbatch.is_last else {}
-        self._in_flight.append(_Reduction(reduced, [*read, *sums], self._stream.mark()))
+            sums = self._sum.add(groups, flats, memory, kept, ends=ends)
+        of_groups = dict(zip(groups, sums, strict=True))
+        self._in_flight.append(_Reduction(of_groups, ends, [*read, *sums], self._stream.mark()))
 
     def _kept_for(self, group: FlatGroup) -> Tensor | None:
         """Memory that the optimizer will read, unless a backward around this one has reduced into it already.
 
         A unit in a reentrant checkpoint may be reduced twice.
         """
-        is_first = group not in self._reduced and not any(group in each.reduced for each in self._in_flight)
+        is_first = group not in self._reduced and not any(
+            each.ends and group in each.sums for each in self._in_flight
+        )
         return _kept(group) if is_first else None
 
     def _retire(self) -> None:
         # The oldest: its buffers are freed after this, for the compute stream to use again.
         reduction = self._in_flight.popleft()
         compute_waits_for(reduction.done, self._shared.device)
-        for group, reduced in reduction.reduced.items():
+        for group in reduction.sums:
+            if group.main_grad is not None:
+                group.main_grad.returned()
+        for group, reduced in reduction.sums.items() if reduction.ends else ():
             grad = self._sum.cast(reduced, group.master.grad_dtype)
             if group in self._reduced:
                 # A nested backward has brought more since; to the optimizer it is one gradient.

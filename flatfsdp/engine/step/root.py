@@ -124,7 +124,8 @@ class Root:
         lanes, microbatch = self.unit.policy.lanes, self.microbatch
         place = microbatch.index == 0, microbatch.is_last
         if lanes is None:
-            return place
+            # The second one begins the sums of what the first has left to it.
+            return *place, microbatch.index == 1 and bool(self.reducer.left)
         begins, ends = microbatch.begins_turn, microbatch.ends_turn
         of_first_block, begins_block, ends_block = lanes.place(self.unit.grid, microbatch.turn)
         return *place, begins, ends, of_first_block, begins_block, ends and ends_block
@@ -158,6 +159,8 @@ class Root:
             self._expire()
         # Before the order takes down what is trained, and before scales are taken of what is cast.
         self.follow_user()
+        if torch.is_grad_enabled():
+            self.reducer.take_up()
         self.order.start(self.units)
         self._refresh_scales()
         tape = current_tape()
@@ -312,6 +315,9 @@ class Root:
                 self.follow_user()
                 self.microbatch.require_turns()
                 self.microbatch.require_place()
+                # Of the backward before, if the forward has not: pipelines run several forwards ahead.
+                self.reducer.take_up()
+                self.reducer.settle()
                 # If unknown, as for outputs without tensors: a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()

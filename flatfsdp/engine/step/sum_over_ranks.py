@@ -63,6 +63,8 @@ class SumOverRanks:
     def __init__(self, shared: Shared, grids: Mapping[FlatGroup, Grid]) -> None:
         self._shared = shared
         self._grids = grids
+        # Whether what is being added is of the last backward of a step.
+        self._ends = False
 
     def memory_for(self, group: FlatGroup, flat: Tensor, kept: Tensor | None) -> Tensor:
         """Memory that this rank receives in; allocated on the stream that uses the result.
@@ -80,15 +82,19 @@ class SumOverRanks:
             return kept
         return flat.new_empty(group.master.flat.numel(), dtype=dtype)
 
-    def add(self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None]) -> Tensors:
-        """Adds up one backward's gradients; in the last one the results are final.  Collective.
+    def add(
+        self, groups: Groups, flats: Tensors, memory: Tensors, kept: Sequence[Tensor | None], *, ends: bool
+    ) -> Tensors:
+        """Adds up one backward's gradients; after the last one's the results are final.  Collective.
 
         Args:
             groups: groups of one unit.
             flats: their full-size gradients, which may be overwritten.
             memory: what `memory_for` gave for each.
             kept: what it was given.
+            ends: whether the gradients are of the last backward of a step.
         """
+        self._ends = ends
         sums = self._reduce_scatter(groups, flats, memory)
         return [self._completed(*each) for each in zip(groups, sums, kept, strict=True)]
 
@@ -110,16 +116,16 @@ class SumOverRanks:
 
     def _completed(self, group: FlatGroup, reduced: Tensor, kept: Tensor | None) -> Tensor:
         """Adds what earlier backwards of this step have reduced; in the last one, reduces over all ranks."""
-        is_last, total = self._shared.microbatch.is_last, group.partial_grad
-        if total.so_far is not None or not is_last:
+        total = group.partial_grad
+        if total.so_far is not None or not self._ends:
             memory, dtype = self.memory_of_sum(group, kept), group.unit.policy.precision.accumulate
             if total.so_far is None and reduced.dtype == dtype and (memory is None or memory is reduced):
                 # It is the sum as it is.
                 total.so_far = reduced
                 group.state.changes += 1
             else:
-                reduced = self.added(group, total, Rows(reduced.view(1, -1)), memory, ends=is_last)
-        if not is_last:
+                reduced = self.added(group, total, Rows(reduced.view(1, -1)), memory, ends=self._ends)
+        if not self._ends:
             return reduced
         grid, division = self._grids[group], group.division
         if grid.replicate.size > 1:
@@ -176,8 +182,8 @@ class SumOverRanks:
 
     @property
     def action(self) -> Action:
-        """Purpose of what is sent inside a group of shards, or between groups, in the running backward."""
-        return Action.REDUCE if self._shared.microbatch.is_last else Action.REDUCE_EARLY
+        """Purpose of what is sent inside a group of shards, or between groups."""
+        return Action.REDUCE if self._ends else Action.REDUCE_EARLY
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts to another dtype; usually nothing, as gradients are accumulated in that dtype."""

@@ -32,6 +32,18 @@ FEW = 2
 """Up to this many waiting gradients are added one by one, which costs the host less than one joint launch."""
 
 
+def dtype_of_buffer(unit: UnitMember) -> torch.dtype:
+    """Dtype of the unit's `main_grad`: that of the sum over microbatches, if they are added up there.
+
+    If each is sent at once, its gradient is rounded to bf16 where it is computed, rather than on its way.
+    """
+    precision = unit.policy.precision
+    # With lanes a rank's own gradient goes into the sum as well, and may be of several microbatches.
+    is_sent_at_once = unit.shared.reduces_every and unit.policy.lanes is None
+    is_wide = precision.accumulate is torch.float32 and precision.reduce is torch.bfloat16
+    return precision.reduce if is_sent_at_once and is_wide else precision.accumulate
+
+
 class MainGrad:
     """Accumulates gradients of one group over microbatches in the flat buffer that reduce-scatter reads.
 
@@ -57,7 +69,6 @@ class MainGrad:
         num_shards = unit.grid.shard.size
         self._numel = layout.padded_numel(num_shards)
         self._gaps = layout.gaps(num_shards)
-        self._dtype = unit.policy.precision.accumulate
         self._waiting: dict[int, Tensor] = {}
         self.stays = self._is_lent = False
         # The buffer and its views that are there while nothing is accumulated.
@@ -127,7 +138,7 @@ class MainGrad:
         return self._pack_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
-        view, state = self._open()[index], self._state
+        view, state = self.open()[index], self._state
         is_first = not state.written[index]
         state.written[index] = True
         state.used.add(index)
@@ -144,7 +155,7 @@ class MainGrad:
                 f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
                 "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
             )
-        fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
+        fits = dtype_of_buffer(self._unit) == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
             # One gradient a slot can wait, and the earlier one is added first.
             self.flush()
@@ -163,7 +174,7 @@ class MainGrad:
                 view, is_first = self._claim(index)
                 self._accumulate(view, grad, first=is_first)
             return
-        grads, views, written = list(waiting.values()), self._open(), self._state.written
+        grads, views, written = list(waiting.values()), self.open(), self._state.written
         targets, first = [views[index] for index in waiting], [not written[index] for index in waiting]
         for index in waiting:
             written[index] = True
@@ -182,7 +193,7 @@ class MainGrad:
         self.flush()
         # autograd read every view's gradient and wrote the flat one.
         self._unit.shared.ledger.add("concat", 2 * grad.numel() * grad.element_size())
-        self._open()
+        self.open()
         state = self._state
         if not any(state.written) or all(state.written):
             assert self.tensor is not None
@@ -200,7 +211,7 @@ class MainGrad:
     def take(self) -> Tensor:
         """Hands the buffer over for reduction; slots without a gradient in this step are zero."""
         self.flush()
-        views = self._open()
+        views = self.open()
         for view, written in zip(views, self._state.written, strict=True):
             if not written:
                 # Reduce-scatter reads the whole buffer.
@@ -211,9 +222,12 @@ class MainGrad:
         self._is_lent = self.stays
         return tensor
 
-    def end_backward(self) -> None:
-        """Settles what has landed; a reduction that was handed the buffer has ended for later launches."""
+    def returned(self) -> None:
+        """Notes that the reduction that was handed the buffer has ended, for later launches."""
         self._is_lent = False
+
+    def end_backward(self) -> None:
+        """Settles what has landed."""
         if self._state.takes_part:
             # Small gradients wait for each other, but not for those of the next microbatch.
             self.flush()
@@ -240,7 +254,7 @@ class MainGrad:
             self.drop()
         self._is_lent = False
 
-    def _open(self) -> list[Tensor]:
+    def open(self) -> list[Tensor]:
         """Views of the slots; something is about to land."""
         self._state.changes += 1
         if not self._state.written:
@@ -253,7 +267,9 @@ class MainGrad:
 
     def _allocate(self) -> None:
         self._state.changes += 1
-        self.tensor = torch.empty(self._numel, dtype=self._dtype, device=self._unit.shared.device)
+        self.tensor = torch.empty(
+            self._numel, dtype=dtype_of_buffer(self._unit), device=self._unit.shared.device
+        )
         if self._unit.policy.debug.poison_on_free:
             self.tensor.fill_(torch.nan)
         # Nothing ever lands in the gaps, and they are reduced with the rest.

@@ -19,6 +19,7 @@ from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.main_grad import dtype_of_buffer
 from flatfsdp.options import Prefetch
 
 GIB, MIB = 2**30, 2**20
@@ -164,7 +165,7 @@ def report_of(units: Sequence[Unit], state: Iterable[Size], *, reduces_every: bo
             if frees and buffer in _GATHERED and not stays:
                 # The root's own stay from its forward to its backward.
                 at_a_time = each[0] + largest_window(each[1:], units_ahead(units[0].policy.prefetch))
-            if buffer == "main_grad" and reduces_every:
+            if buffer == "main_grad" and reduces_every and not stays:
                 # Those under way, and those of the unit whose backward runs.
                 at_a_time = largest_window(each, MAX_IN_FLIGHT)
             if buffer == "rows of lanes":
@@ -194,7 +195,8 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
     if group.trains:
         # Not by its tensor, which comes and goes within a step: a report is the same at any time.
         padded, dtype = layout.padded_numel(group.grid.shard.size), group.unit.policy.precision.accumulate
-        sizes["main_grad"] = Size(padded, dtype, placement, main_grad is not None and main_grad.stays)
+        stays = main_grad is not None and main_grad.stays
+        sizes["main_grad"] = Size(padded, dtype_of_buffer(group.unit), placement, stays)
         if group.unit.policy.lanes is not None and group.grid.shard.size > 1:
             others = padded - master.flat.numel()
             sizes["rows of lanes"] = Size(others, group.unit.policy.precision.reduce, placement)

@@ -207,8 +207,11 @@ def test_gradients_are_divided_once_and_only_those_of_the_step(
             pipeline.step(tokens)
             for stage in pipeline.stages if sync == "every" else ():
                 units = len(groups_of(stage))
-                assert stage.reduced == [units * (number + 1) for number in range(MICROBATCHES)]
-                assert stage.unreduced == [False] * MICROBATCHES
+                # All but the last backward leave two units to the next microbatch, where there are more.
+                left = 2 if units > 2 else 0
+                early = [units * (number + 1) - left for number in range(MICROBATCHES - 1)]
+                assert stage.reduced == [*early, units * MICROBATCHES]
+                assert stage.unreduced == [*[left > 0] * (MICROBATCHES - 1), False]
         grads.append(divided.grads())
         assert same(summed.grads(), [grad * MICROBATCHES for grad in grads[-1]])
     divided.zero_grad()
