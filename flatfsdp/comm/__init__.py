@@ -1,1 +1,1 @@
-"""The ranks that share a model, and what they send each other."""
+"""The ranks that share a model, what they send each other, and the streams and graphs that it runs in."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 import flatfsdp.comm.collectives as collectives
-from flatfsdp.engine.replay.cuda_graphs import RandomMoves
+from flatfsdp.comm.cuda_graphs import RandomMoves
 from flatfsdp.engine.replay.preconditions import Surroundings
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
@@ -93,7 +93,7 @@ class TapeGraph(TorchDispatchMode):
 
 
 class TapeGraphs:
-    """Stands in for `flatfsdp.engine.replay.cuda_graphs.Graphs`."""
+    """Stands in for `flatfsdp.comm.cuda_graphs.Graphs`."""
 
     @contextmanager
     def beside(self) -> Iterator[None]:

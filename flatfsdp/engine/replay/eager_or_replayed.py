@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import declare
+from flatfsdp.comm.cuda_graphs import Graphs, RandomMoves, graphs_on
 from flatfsdp.contract.transparent import unwrapped
-from flatfsdp.engine.replay.cuda_graphs import Graphs, RandomMoves, graphs_on
 from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.recording import Outputs, Recording, Run, autograds_of
 from flatfsdp.engine.step.root import Root

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.engine.replay.cuda_graphs import Graphs, RandomMoves
+from flatfsdp.comm.cuda_graphs import Graphs, RandomMoves
 from flatfsdp.engine.replay.preconditions import Facts, Surroundings
 from flatfsdp.engine.replay.restored_state import RestoredState
 from flatfsdp.engine.step.reduce import Reduced

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from flatfsdp.engine.replay import cuda_graphs
-from flatfsdp.engine.replay.cuda_graphs import Graph, RandomMoves, watched
+from flatfsdp.comm import cuda_graphs
+from flatfsdp.comm.cuda_graphs import Graph, RandomMoves, watched
 
 GPU = torch.device("cuda", 0)
 

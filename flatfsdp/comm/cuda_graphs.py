@@ -2,7 +2,7 @@
 
 In:   functions that launch kernels.
 Out:  a `Graph` of each, which launches the same kernels again.
-Next: `recording.py` knows what a graph leaves behind in the engine.
+Next: `engine/replay/recording.py` knows what a graph leaves behind in the engine.
 
 A microbatch may save the state of the random generator, and restore it (`preserve_rng_state=True` of
 `torch.utils.checkpoint`, `torch.random.fork_rng`), and a capture forbids both.  So an eager microbatch tells
