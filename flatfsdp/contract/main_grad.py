@@ -6,6 +6,9 @@ A weight offers the place in one of three ways:
     get_main_grad()     with `__fsdp_param__`, as in Megatron-FSDP: a buffer, allocated on first use
     main_grad           any owner's: a buffer of the weight's shape, which the owner zeroes
 
+The place is FP32, or bf16 where it holds the gradient of a single microbatch, which is sent in bf16.  A layer
+rounds what it adds to bf16 once: it sums in FP32 what it computes in parts.
+
 The last two are Transformer Engine's contract: layers add to the buffer, unless is_first_microbatch or the
 weight's `overwrite_main_grad` is True, and set `grad_added_to_main_grad` on a weight that has it.
 """
@@ -15,17 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from flatfsdp.contract.attribute import Attribute
+from flatfsdp.kernels.grad.accumulate import TARGET_DTYPES
 
 GRAD = Attribute[Tensor | None]("grad", None)
 """PyTorch's own attribute, for a reduced gradient in the dtype of its parameter."""
 
 MAIN_GRAD = Attribute[Tensor | None]("main_grad", None)
-"""FP32 buffer of the parameter's shape: a slot of the engine's flat buffer, or another owner's buffer; also a
-reduced gradient that is wider than its parameter."""
+"""Buffer of the parameter's shape, FP32 or bf16: a slot of the engine's flat buffer, or another owner's
+buffer; also a reduced gradient that is wider than its parameter."""
 
 GET_MAIN_GRAD = Attribute[Callable[[], Tensor] | None]("get_main_grad", None)
 """Function that returns a buffer to add to, for layers that find `IS_FSDP_PARAM`."""
@@ -44,7 +47,7 @@ class MainGradSlot(NamedTuple):
     """Place for one weight's gradient.
 
     Attributes:
-        target: buffer, FP32, of the weight's shape, contiguous.
+        target: buffer, FP32 or bf16, of the weight's shape, contiguous.
         first: whether to overwrite its contents instead of adding to them.
     """
 
@@ -57,7 +60,7 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
 
     Raises:
         RuntimeError: if the weight has no slot.
-        TypeError: if the slot is not FP32.
+        TypeError: if the slot is neither FP32 nor bf16.
         ValueError: if it is not contiguous and of the weight's shape.
     """
     owned = CLAIM_MAIN_GRAD.of(weight)
@@ -68,9 +71,10 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
         if GRAD_ADDED_TO_MAIN_GRAD.is_on(weight):
             GRAD_ADDED_TO_MAIN_GRAD.leave(weight, True)
     target = slot.target
-    if target.dtype is not torch.float32:
+    if target.dtype not in TARGET_DTYPES:
         raise TypeError(
-            f"main_grad of {name} is {target.dtype}; make it FP32 (Precision(accumulate=torch.float32))"
+            f"main_grad of {name} is {target.dtype}; make it FP32 (Precision(accumulate=torch.float32)), or "
+            "bf16 if it holds the gradient of a single microbatch"
         )
     if target.shape != weight.shape or not target.is_contiguous():
         raise ValueError(

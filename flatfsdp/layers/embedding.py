@@ -1,4 +1,4 @@
-"""`Embedding`: nn.Embedding whose gradient is added row by row to an FP32 `main_grad`.
+"""`Embedding`: nn.Embedding whose gradient is added row by row to `main_grad`.
 
 In:   ids [...], int64 or int32;  out: [..., embedding_dim].
 Next: the first layer of a model.
@@ -36,8 +36,8 @@ class Embedding(Declaring):
         init_method: fills the table in place; default: normal with standard deviation 0.023.
         params_dtype: dtype of the table; default: torch's default dtype.
         device: device of the table; default: torch's default device.
-        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`, touching only the rows of
-            the batch's ids, instead of passing autograd a gradient of the whole table.
+        fuse_wgrad_accumulation: add the gradient to the table's `main_grad`, FP32 or bf16, touching only the
+            rows of the batch's ids, instead of passing autograd a gradient of the whole table.
         tp_group: tensor-parallel ranks that share the table's rows.  All of them get the same ids.
         tp_size: size of the group; may be left out.
         sequence_parallel: each rank returns its part of dimension 0.
@@ -165,8 +165,8 @@ def look_up(
         weight: [rows, embedding_dim].
         ids: rows of `weight`, of any shape.
         padding_row: a row that gets no gradient.
-        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`; "two_pass" does the same as
-            True here.
+        fuse_wgrad_accumulation: add the gradient to the table's `main_grad`; "two_pass" does the same as True
+            here.
         is_split: whether -1 stands for rows of other ranks, which are looked up as zeros.
         is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 

@@ -27,10 +27,11 @@ class MatmulOptions(TypedDict, total=False):
     """Keyword arguments of every layer that has linear maps, itself or in an inner layer.
 
     Attributes:
-        fuse_wgrad_accumulation: add the weight gradient to the weight's FP32 `main_grad` in the GEMM itself,
-            and give autograd none; default: False.  Needs FlatFSDP, or a weight with a `main_grad`.
-            "two_pass" gives the same bits with power-of-two scales, through an FP32 temporary.  "if_claimed"
-            means True if FlatFSDP manages the weight when the layer is called, and False in a plain model.
+        fuse_wgrad_accumulation: add the weight gradient to the weight's `main_grad`, FP32 or bf16, in the
+            GEMM itself, and give autograd none; default: False.  Needs FlatFSDP, or a weight with a
+            `main_grad`.  "two_pass" gives the same bits with power-of-two scales, through a temporary, but
+            rounds what it adds to a bf16 `main_grad` before.  "if_claimed" means True if FlatFSDP manages the
+            weight when the layer is called, and False in a plain model.
         delay_wgrad_compute: defer the weight gradient until `backward_dw()` is called; default: False.  Not
             with FlatFSDP, which reduces gradients in the backward.
         params_dtype: dtype of the parameters; default: torch's default dtype.

@@ -2,7 +2,7 @@
 
     fprop   y  = x w^T + bias   x [tokens, in], w [out, in]
     dgrad   dx = dy w           dy [tokens, out]
-    wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor
+    wgrad   dw = dy^T x         into a buffer in FP32 or bf16, or as a tensor
 
 FP8 GEMMs return the FP32 sum times 1 / (scale of a * scale of b).
 """
@@ -56,7 +56,16 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) 
 def accumulate_wgrad(
     target: Tensor, dy: Operand, x: Operand, split: SplitAccumulator, *, first: bool, two_passes: bool = False
 ) -> None:
-    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the GEMM itself or in two passes."""
+    """Writes (`first`) or adds dy^T x to `target`; in the GEMM itself or in two passes.
+
+    Args:
+        target: FP32 or bf16 [out, in], contiguous; FP32 sums are rounded once to bf16.
+        dy: gradient of the output.
+        x: the input.
+        split: accumulators of FP8 GEMMs.
+        first: overwrite what `target` holds.
+        two_passes: compute the product in a temporary of the target's dtype first.
+    """
     if _tokens(dy) == 0:
         # Nothing to add, but the first write of a step has to overwrite the last step's sums.
         if first:

@@ -42,6 +42,8 @@ class Product(NamedTuple):
             [cols, inner]; otherwise they are [inner, rows] and [inner, cols].  FP8 needs both.
         split_accumulator: FP8 only: partial sums are promoted to FP32 registers at intervals.
         has_bias: whether a vector [cols] in `out_dtype` is added to the FP32 sums and rounded with them.
+        sums_once: whether split-K is forbidden, so that one FP32 sum of each element is written or added once
+            to `out`; for weight gradients.
     """
 
     rows: int
@@ -54,16 +56,12 @@ class Product(NamedTuple):
     b_along: bool = True
     split_accumulator: bool = False
     has_bias: bool = False
+    sums_once: bool = False
 
     @property
     def is_fp8(self) -> bool:
         """Whether the operands are in FP8."""
         return self.a_dtype in FP8_DTYPES
-
-    @property
-    def sums_once(self) -> bool:
-        """Whether split-K is forbidden, so that one FP32 sum of each element is added once to `out`."""
-        return self.out_dtype == torch.float32
 
 
 @cache

@@ -71,6 +71,8 @@ def launch(
             out.dtype,
             split_accumulator=split_accumulator,
             has_bias=inside is not None,
+            # Weight gradients that `wgrad.py` cannot compute in place are among these.
+            sums_once=out.dtype == torch.float32,
         )
         matmul = prepared_matmul(out.device, product)
     if matmul is not None:

@@ -1,26 +1,28 @@
-"""The weight gradient, accumulated by the GEMM itself into the flat FP32 buffer.
+"""The weight gradient, accumulated by the GEMM itself into the flat buffer.
 
         target  = dy^T x           the first time  (target is not read)
         target += dy^T x           later           (one rounding: the FP32 sum is added to target)
 
-for dy [tokens, out], x [tokens, in] and target [out, in].  On CUDA it runs:
+for dy [tokens, out], x [tokens, in] and target [out, in], FP32, or bf16 for the gradient of one microbatch.
+Sums are FP32 and rounded once to bf16.  On CUDA it runs:
 
     FP8, bf16, fp16    cuBLASLt through nvmath-python, beta = 0 or 1, in place
-    the same without nvmath-python or without a fitting algorithm of cuBLASLt, and FP32
-                       `torch._scaled_mm` or `torch.mm` into an FP32 temporary, which is copied or added
+    the same without nvmath-python or without a fitting algorithm of cuBLASLt (which has none from fp16 to
+    bf16), and FP32    `torch._scaled_mm` or `torch.mm` into an FP32 temporary, which is copied or added
 
 Hopper's FP8 GEMM reads both operands along K, which is tokens here, so FP8 operands are passed transposed:
 dy_t [out, tokens] and x_t [in, tokens], as `cast(..., columnwise=True)` makes them.  There is no Triton GEMM
 here: on H200 one reaches 0.7 to 0.8 of `torch._scaled_mm` with an add in FP8, and 1.03 of it in bf16.
 
 Bytes per element of the target, beyond the operands: 4 the first time and 8 later, in the GEMM's epilogue and
-hidden behind its arithmetic; a temporary and an add are 16.
+hidden behind its arithmetic; a temporary and an add are 16.  With a bf16 target all of them are half.
 
-Bit-equality: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  In bf16
-and fp16, fused therefore equals unfused (`wgrad_unfused`): FP32 sums are added to the target with one
-rounding.  In FP8 this holds if the scales are powers of two: scaling the sum is exact, and only the add
-rounds; with other scales the fused form may round once where the unfused one rounds twice.  `torch.addmm` in
-place does not qualify: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
+Bit-equality: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  With bf16
+and fp16 operands, fused therefore equals unfused (`wgrad_unfused`): FP32 sums are added to the target with
+one rounding.  In FP8 this holds if the scales are powers of two: scaling the sum is exact, and only the add
+rounds; with other scales the fused form may round once where the unfused one rounds twice.  With a bf16
+target the unfused product is rounded before it is added, so the two are equal the first time only.
+`torch.addmm` in place does not qualify: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from flatfsdp.kernels.gemm.cublas_lt import (
     prepared_matmul,
 )
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
-from flatfsdp.kernels.grad.accumulate import accumulate
+from flatfsdp.kernels.grad.accumulate import TARGET_DTYPES, accumulate
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalars
 from flatfsdp.kernels.shared.triton import is_here, on_device_of
@@ -52,7 +54,17 @@ def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
             launch(target, dy, x, first)
         return
     rows, cols = target.shape
-    product = Product(rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False)
+    product = Product(
+        rows,
+        cols,
+        dy.shape[0],
+        dy.dtype,
+        x.dtype,
+        target.dtype,
+        a_along=False,
+        b_along=False,
+        sums_once=True,
+    )
     matmul = prepared_matmul(target.device, product)
     if matmul is not None:
         dy, x = _readable(dy, x)
@@ -111,8 +123,9 @@ def launch_fp8(
         dy_t.shape[1],
         dy_t.dtype,
         x_t.dtype,
-        torch.float32,
+        target.dtype,
         split_accumulator=split_accumulator,
+        sums_once=True,
     )
     matmul = prepared_matmul(target.device, product)
     if matmul is not None:
@@ -149,9 +162,10 @@ def _run(
 ) -> None:
     """Run the GEMM, through a temporary if cuBLASLt cannot write to the target."""
     if target.data_ptr() % ADDRESS_ALIGNMENT:
-        product = torch.empty_like(target)
-        matmul.run(product, dy, x, scale_invs)
-        accumulate(target, product, first=first)
+        # The GEMM adds to a copy: a bf16 product would have been rounded before it is added.
+        moved = torch.empty_like(target) if first else target.clone()
+        matmul.run(moved, dy, x, scale_invs, adds=not first)
+        target.copy_(moved)
     else:
         matmul.run(target, dy, x, scale_invs, adds=not first)
 
@@ -177,10 +191,11 @@ def wgrad(
 ) -> None:
     """Write (`first`) or add the weight gradient dy^T x to `target`, in place.
 
-    FP8 operands are E4M3 or E5M2, not both E5M2, and out, in and tokens are multiples of 16.
+    FP8 operands are E4M3 or E5M2, not both E5M2, and out, in and tokens are multiples of 16.  Sums are FP32
+    and rounded once to the target's dtype, with what it held if they are added to it.
 
     Args:
-        target: FP32 [out, in], contiguous; usually a slot of the unit's flat gradient buffer.
+        target: FP32 or bf16 [out, in], contiguous; usually a slot of the unit's flat gradient buffer.
         dy: [tokens, out] in bf16, fp16 or FP32; in FP8 its transpose [out, tokens], contiguous.
         x: [tokens, in] in dy's dtype; in FP8 its transpose [in, tokens], contiguous.
         first: overwrite `target` instead of adding to it.
@@ -219,9 +234,10 @@ def wgrad_unfused(
     x_scale_inv: Tensor | None = None,
     split_accumulator: bool = True,
 ) -> None:
-    """Accumulate a weight gradient in two passes: a GEMM into an FP32 temporary, then a copy or an add.
+    """Accumulate a weight gradient in two passes: a GEMM into a temporary, then a copy or an add.
 
     It is the unfused gradient that `wgrad` is compared with, bit for bit; the arguments are those of `wgrad`.
+    The temporary has the target's dtype, so what is added to a bf16 target has been rounded before.
     """
     product = torch.empty_like(target)
     wgrad(
@@ -237,10 +253,10 @@ def wgrad_unfused(
 
 
 def _check_target(target: Tensor, dy: Tensor, x: Tensor) -> None:
-    if target.dim() != 2 or target.dtype != torch.float32 or not target.is_contiguous():
+    if target.dim() != 2 or target.dtype not in TARGET_DTYPES or not target.is_contiguous():
         raise ValueError(
             f"target is {target.dtype} {tuple(target.shape)} with strides {target.stride()}; wgrad "
-            "accumulates into a contiguous FP32 matrix"
+            "accumulates into a contiguous matrix in FP32 or bf16"
         )
     if not target.device == dy.device == x.device:
         raise ValueError(

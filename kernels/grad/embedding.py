@@ -1,17 +1,19 @@
-"""The gradient of an embedding, added to its FP32 accumulator without a gradient of the table's size.
+"""The gradient of an embedding, added to its accumulator without a gradient of the table's size.
 
     sum of row r = dy[t1] + dy[t2] + ...         FP32, over the tokens whose id is r, in their order
     target[r]    = sum                           the first time; rows without tokens become 0
     target[r]   += sum                           later; rows without tokens are not touched
 
-Every row is written once, by its own programs, so the result is deterministic and does not depend on how ids
-are distributed.  A stable sort of the ids brings tokens to their rows; no kernel adds with atomics, and the
+The target is FP32, or bf16 for the gradient of one microbatch, and then rounds the sum of a row once.  Every
+row is written once, by its own programs, so the result is deterministic and does not depend on how ids are
+distributed.  A stable sort of the ids brings tokens to their rows; no kernel adds with atomics, and the
 host does not wait for the number of distinct ids.  Up to `MOST_RANKED` tokens the sort is a count: each
 token's place is the number of tokens before it in the order of (id, token).  This compares all pairs, which
 takes less time than the many launches of a radix sort.
 
-Bytes for n tokens with m distinct ids, h columns, dy of p bytes: n h p, and 4 m h the first time (after 4
-bytes per element of the table, to clear it) or 8 m h later; the sort moves little in comparison.
+Bytes for n tokens with m distinct ids, h columns, dy of p and target of a bytes: n h p, and a m h the first
+time (after a bytes per element of the table, to clear it) or 2 a m h later; the sort moves little in
+comparison.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flatfsdp.kernels.grad.accumulate import TARGET_DTYPES
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import check_input, starts_early
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
@@ -47,11 +50,12 @@ def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, 
     dy, ids = dy[kept], ids[kept]
     rows, position = ids.long().unique(return_inverse=True)
     # On the CPU this adds one token after the other.
-    sums = target.new_zeros(len(rows), target.shape[1]).index_add_(0, position, dy.float())
+    sums = dy.new_zeros(len(rows), dy.shape[1], dtype=torch.float32).index_add_(0, position, dy.float())
     if first:
-        target.zero_().index_copy_(0, rows, sums)
+        target.zero_()
     else:
-        target.index_add_(0, rows, sums)
+        sums += target[rows]
+    target[rows] = sums.to(target.dtype)
 
 
 @jit
@@ -138,7 +142,7 @@ def _end_of_run(ids_ptr, begin, n, row, BLOCK_IDS: tl.constexpr):
 
 @jit
 def _embedding_kernel(
-    target_ptr,  # gradient of the table [vocabulary, cols], FP32
+    target_ptr,  # gradient of the table [vocabulary, cols], FP32 or bf16
     dy_ptr,  # gradient of the result [n, cols], FP32, fp16 or bf16
     ids_ptr,  # ids in ascending order [n], int32
     tokens_ptr,  # tokens of the sorted ids [n]: int32, or int64 from PyTorch's sort
@@ -165,14 +169,14 @@ def _embedding_kernel(
         mask = col < cols
         at_row = target_ptr + row.to(tl.int64) * cols + col
         if not FIRST:
-            old = tl.load(at_row, mask, 0.0)
+            old = tl.load(at_row, mask, 0.0).to(tl.float32)
         # The first token is separate: most ids occur once, and then nothing waits for the end of their run.
         total = tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         if row == tl.load(ids_ptr + begin + 1, begin + 1 < n, -1):
             for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, BLOCK_IDS), num_stages=STAGES):
                 token = tl.load(tokens_ptr + at).to(tl.int64)
                 total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
-        tl.store(at_row, total if FIRST else old + total, mask)
+        tl.store(at_row, (total if FIRST else old + total).to(target_ptr.dtype.element_ty), mask)
 
 
 def launch(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
@@ -203,7 +207,7 @@ def embedding_grad(
     """Write (`first`) or add the gradient of an embedding's weight to `target`, in place.
 
     Args:
-        target: FP32 [vocabulary, hidden], contiguous.
+        target: FP32 or bf16 [vocabulary, hidden], contiguous; a row's FP32 sum is rounded once to bf16.
         dy: [tokens, hidden], gradient of the embedding's result; FP32, fp16 or bf16, contiguous.
         ids: int64 or int32 [tokens], each below `vocabulary`, as the forward has checked, and at least 0; or
             -1, for rows that another rank has: these tokens give nothing.
@@ -214,11 +218,11 @@ def embedding_grad(
         ValueError: if a shape, dtype or device does not fit.
     """
     check_input("dy", dy)
-    fits = target.dim() == 2 and target.dtype == torch.float32 and target.is_contiguous()
+    fits = target.dim() == 2 and target.dtype in TARGET_DTYPES and target.is_contiguous()
     if not fits or target.shape[1] != dy.shape[1] or target.device != dy.device:
         raise ValueError(
             f"target is {target.dtype} {tuple(target.shape)} on {target.device}; embedding_grad needs it "
-            f"contiguous, in FP32, of {dy.shape[1]} columns like dy, on {dy.device}"
+            f"contiguous, in FP32 or bf16, of {dy.shape[1]} columns like dy, on {dy.device}"
         )
     if ids.dtype not in ID_DTYPES or tuple(ids.shape) != (dy.shape[0],) or ids.device != dy.device:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm import wgrad as module
 from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
 from flatfsdp.kernels.grad.accumulate import accumulate
 from tests.support.gpu.marks import FP8_GEMMS
@@ -82,6 +83,66 @@ def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(out: int, inne
     assert fused.isfinite().all()
     assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (out, inner)))
     assert torch.equal(fused, accumulated(wgrad, microbatches, (out, inner)))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float16], ids=["fp8", "bf16", "fp16"])
+@SHAPES
+def test_a_bf16_target_rounds_fp32_sums_once(
+    out: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one algorithm without split-K, in every run; the FP32 sums of small integers are exact."""
+    prepared: list[Any] = []
+
+    def prepare(device: torch.device, product: cublas_lt.Product) -> Any:
+        prepared.append(cublas_lt.prepared_matmul(device, product))
+        return prepared[-1]
+
+    monkeypatch.setattr(module, "prepared_matmul", prepare)
+    dy, x = (torch.randint(-4, 5, (TOKENS, size), device="cuda").float() for size in (out, inner))
+    exact = dy.t() @ x
+    once = exact.bfloat16()
+    twice = (once.float() + exact).bfloat16()
+    scales = {}
+    if dtype == E4M3:
+        dy, x = dy.t().contiguous().to(E5M2), x.t().contiguous().to(E4M3)
+        scales = {"dy_scale_inv": scale_inv(3), "x_scale_inv": scale_inv(-3)}
+    else:
+        dy, x = dy.to(dtype), x.to(dtype)
+    for _ in range(20):
+        target = torch.full((out, inner), torch.nan, device="cuda", dtype=torch.bfloat16)
+        wgrad(target, dy, x, first=True, **scales)
+        assert torch.equal(target, once)
+        wgrad(target, dy, x, first=False, **scales)
+        assert torch.equal(target, twice)
+    wgrad_unfused(target, dy, x, first=True, **scales)
+    assert torch.equal(target, once)
+    # cuBLASLt has nothing from fp16 to bf16.
+    if cublas_lt.bindings() is not None and dtype != torch.float16:
+        assert set(map(id, prepared)) == {id(prepared[0])} and prepared[0]._sums_once(prepared[0]._algorithm)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
+@SHAPES
+def test_a_bf16_target_is_the_fp32_one_within_one_rounding(out: int, inner: int, dtype: torch.dtype) -> None:
+    dy, x = operands(out, inner, dtype)
+    scales = {"dy_scale_inv": scale_inv(-9), "x_scale_inv": scale_inv(-2)} if dtype == E4M3 else {}
+    wide, narrow = (
+        torch.full((out, inner), torch.nan, device="cuda", dtype=target_dtype)
+        for target_dtype in (torch.float32, torch.bfloat16)
+    )
+    for first in (True, False):
+        before = narrow.float()
+        wgrad(wide, dy, x, first=True, **scales)
+        wgrad(narrow, dy, x, first=first, **scales)
+        expected = wide if first else before + wide
+        # Another tile may sum in another order.
+        slack = (1e-2 if dtype == E4M3 else 1e-4) * wide.square().mean().sqrt()
+        assert ((narrow.float() - expected).abs() <= 2.0**-8 * expected.abs() + slack).all()
+    again = torch.empty_like(narrow)
+    wgrad(again, dy, x, first=True, **scales)
+    for _ in range(19):
+        wgrad(narrow, dy, x, first=True, **scales)
+        assert torch.equal(narrow, again)
 
 
 def relative_error(ours: Tensor, dy_t: Tensor, x_t: Tensor, factor: float = 1.0) -> float:

@@ -22,6 +22,7 @@ from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.main_grad import MainGradSlot, claim
 from flatfsdp.contract.operand import Operand
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
+from flatfsdp.kernels.grad.accumulate import accumulate
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import CallInput, prepare
 from flatfsdp.layers.layer_options import LinearOptions
@@ -46,8 +47,8 @@ class LinearCrossEntropy(Linear):
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         chunk_tokens: None keeps the logits for backward, in the dtype of the activations, and writes their
             gradient over them.  A number keeps none: forward and backward each compute the logits of that
-            many tokens at a time.  This costs a third GEMM of the head and, without fuse_wgrad_accumulation,
-            an FP32 weight gradient that the chunks are added to.
+            many tokens at a time.  This costs a third GEMM of the head and, without fuse_wgrad_accumulation
+            or if `main_grad` is bf16, an FP32 weight gradient that the chunks are added to.
         options: the further options of `Linear`, listed in `LinearOptions`.  parallel_mode="column" splits
             the vocabulary over `tp_group`; all its ranks pass the same targets and get the same loss.
 
@@ -195,6 +196,10 @@ class _OfChunks(Function):
         targets, largest, log_sum, count, x, high = ctx.saved_tensors
         call: LinearCall = ctx.call
         weight, slot, dx = Operand(high), _weight_grad_slot(high, call), []
+        # A bf16 main_grad would round the sum at every chunk.
+        narrow = slot if slot is not None and slot.target.dtype != torch.float32 else None
+        if narrow is not None:
+            slot = MainGradSlot(torch.empty_like(narrow.target, dtype=torch.float32), first=True)
         scale = ctx.how.scale(dloss, targets, count)
         of_tokens = (_gathered(x, call), targets, largest, log_sum, scale)
         for chunk, *of_chunk in zip(*(each.split(ctx.chunk_tokens) for each in of_tokens), strict=True):
@@ -219,6 +224,10 @@ class _OfChunks(Function):
             # Freed first: the next chunk's logits reuse the memory.
             del dy
         dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
+        if slot is not None and narrow is not None:
+            accumulate(narrow.target, slot.target, first=narrow.first)
+        # Freed first, where it is a temporary: the input's gradient needs memory, too.
+        del slot
         whole = torch.cat(dx) if dx else None
         if whole is not None and call.exchange.sums_input_grad:
             # Over the ranks that share the vocabulary.

@@ -360,8 +360,8 @@ def test_fused_and_other_uses_of_one_weight_add_up(rank: int, flag: bool) -> Non
 
 @FLAGS
 @on_ranks(2)
-def test_bf16_accumulation_is_refused_on_every_rank(rank: int, flag: bool) -> None:
-    model = build({}, optimize_backward_concat=flag, precision=Precision(accumulate=torch.bfloat16))
+def test_fp16_accumulation_is_refused_on_every_rank(rank: int, flag: bool) -> None:
+    model = build({}, optimize_backward_concat=flag, precision=Precision(accumulate=torch.float16))
     with pytest.raises(TypeError, match=r"Linear\.weight.*Precision\(accumulate=torch\.float32\)"):
         backward(model, batches_of(rank, 1))
 

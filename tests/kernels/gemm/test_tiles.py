@@ -38,6 +38,7 @@ def test_others_than_large_fp8_forward_products_take_the_first_choice() -> None:
     assert preferred_tile(Product(8192, 12288, 4096, BF16, BF16, BF16)) is None
 
 
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
 @pytest.mark.parametrize(
     ("sizes", "dtype", "tile"),
     [
@@ -46,5 +47,7 @@ def test_others_than_large_fp8_forward_products_take_the_first_choice() -> None:
         ((12288, 4096, 1024), E5M2, "TILE_128x128"),
     ],
 )
-def test_weight_gradients(sizes: tuple[int, int, int], dtype: torch.dtype, tile: str | None) -> None:
-    assert preferred_tile(Product(*sizes, dtype, dtype, FP32)) == tile
+def test_weight_gradients(
+    sizes: tuple[int, int, int], dtype: torch.dtype, tile: str | None, out_dtype: torch.dtype
+) -> None:
+    assert preferred_tile(Product(*sizes, dtype, dtype, out_dtype, sums_once=True)) == tile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.support.plain_layers import error
 
 FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
 OUT, IN, TOKENS = 48, 80, 32
+FP32, BF16 = torch.float32, torch.bfloat16
+TARGETS = pytest.mark.parametrize("target_dtype", [FP32, BF16])
 
 
 def integers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -54,6 +57,34 @@ def test_gradients_of_256_and_1_are_257() -> None:
     assert target.item() == 257
 
 
+def calls_of(dtype: torch.dtype, tokens: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Operands of `wgrad` and their scales, which are no powers of two; FP8 for E5M2."""
+    dy, x = torch.randn(OUT, tokens), torch.randn(IN, tokens)
+    if dtype == E5M2:
+        scales = {"dy_scale_inv": torch.tensor([0.3]), "x_scale_inv": torch.tensor([1.7])}
+        return (dy.to(E5M2), x.to(E4M3)), scales
+    return (dy.t().to(dtype).contiguous(), x.t().to(dtype).contiguous()), {}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, E5M2])
+def test_a_bf16_target_is_the_fp32_one_rounded_once(dtype: torch.dtype) -> None:
+    """The first time it is the product, later the sum of what it held and of the product in FP32."""
+    target, unfused = (torch.full((OUT, IN), torch.nan, dtype=BF16) for _ in range(2))
+    rounds_twice = False
+    for first in (True, False, False):
+        tensors, scales = calls_of(dtype, 48)
+        product = torch.full((OUT, IN), torch.nan)
+        wgrad(product, *tensors, first=True, **scales)
+        exact = product if first else target.float() + product
+        rounds_twice |= not first and not torch.equal(exact.bfloat16(), target + product.bfloat16())
+        wgrad(target, *tensors, first=first, **scales)
+        assert torch.equal(target, exact.bfloat16())
+        if first:
+            wgrad_unfused(unfused, *tensors, first=first, **scales)
+            assert torch.equal(target, unfused)
+    assert rounds_twice, "the data tell one rounding from two"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fused_is_unfused_bit_for_bit(dtype: torch.dtype) -> None:
     fused, unfused = torch.full((7, 19), torch.nan), torch.full((7, 19), torch.nan)
@@ -81,10 +112,10 @@ def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
     assert not (flat[16:-16] == 5).any()
 
 
-def written_and_added() -> tuple[Tensor, Tensor]:
+def written_and_added(target_dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor]:
     """FP8 gradients of two microbatches, as launched, and their expected values."""
-    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
-    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
+    ours, expected = (torch.full((OUT, IN), torch.nan, dtype=target_dtype) for _ in range(2))
+    scales = (torch.tensor([3.0]), torch.tensor([13.0]))
     for first in (True, False):
         dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
         module.launch_fp8(ours, dy, x, *scales, first, True)
@@ -96,10 +127,11 @@ HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 @FP8_PAIRS
+@TARGETS
 def test_cublas_lt_is_told_the_right_fp8_product(
-    fake: FakeCublasLt, dy_dtype: torch.dtype, x_dtype: torch.dtype
+    fake: FakeCublasLt, dy_dtype: torch.dtype, x_dtype: torch.dtype, target_dtype: torch.dtype
 ) -> None:
-    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    ours, expected = (torch.full((OUT, IN), torch.nan, dtype=target_dtype) for _ in range(2))
     for index in range(3):
         dy, x = integers(OUT, TOKENS, dtype=dy_dtype), integers(IN, TOKENS, dtype=x_dtype)
         # Other tensors and scales each time, as scales follow the data.
@@ -111,9 +143,12 @@ def test_cublas_lt_is_told_the_right_fp8_product(
 
 
 @HALVES
+@TARGETS
 @pytest.mark.parametrize("tokens", [1, 33])
-def test_cublas_lt_is_told_the_right_product(fake: FakeCublasLt, dtype: torch.dtype, tokens: int) -> None:
-    ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
+def test_cublas_lt_is_told_the_right_product(
+    fake: FakeCublasLt, dtype: torch.dtype, tokens: int, target_dtype: torch.dtype
+) -> None:
+    ours, expected = (torch.full((7, 19), torch.nan, dtype=target_dtype) for _ in range(2))
     for first in (True, False, False):
         dy, x = integers(tokens, 7, dtype=dtype), integers(tokens, 19, dtype=dtype)
         module.launch(ours, dy, x, first)
@@ -122,17 +157,22 @@ def test_cublas_lt_is_told_the_right_product(fake: FakeCublasLt, dtype: torch.dt
     assert fake.betas == [0, 1, 1]
 
 
-def fp8_call() -> tuple[list[Tensor], dict[str, Tensor]]:
-    tensors = [torch.empty(OUT, IN), integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)]
-    return tensors, {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
+def fp8_call(target_dtype: torch.dtype = FP32) -> tuple[list[Tensor], dict[str, Tensor]]:
+    operands = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+    scales = {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
+    return [torch.empty(OUT, IN, dtype=target_dtype), *operands], scales
 
 
-def bf16_call() -> tuple[list[Tensor], dict[str, Tensor]]:
+def bf16_call(target_dtype: torch.dtype = FP32) -> tuple[list[Tensor], dict[str, Tensor]]:
     halves = [integers(TOKENS, size, dtype=torch.bfloat16) for size in (OUT, IN)]
-    return [torch.empty(OUT, IN), *halves], {}
+    return [torch.empty(OUT, IN, dtype=target_dtype), *halves], {}
 
 
-CALLS = pytest.mark.parametrize("call", [fp8_call, bf16_call])
+CALLS = pytest.mark.parametrize(
+    "call",
+    [partial(call, dtype) for dtype in (FP32, BF16) for call in (fp8_call, bf16_call)],
+    ids=["fp8", "bf16", "fp8 to bf16", "bf16 to bf16"],
+)
 
 
 @CALLS
@@ -189,26 +229,34 @@ def test_without_an_algorithm_with_the_preferred_tile(
     assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 0))}
 
 
-def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
-    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
+@TARGETS
+def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so(
+    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture, target_dtype: torch.dtype
 ) -> None:
+    """Once for the target, and in bf16 once for the FP32 product that is added instead."""
     fake.first_choice, fake.others = False, ((8, 2, 0),)
     with caplog.at_level(logging.INFO, cublas_lt.__name__):
-        ours, expected = written_and_added()
+        ours, expected = written_and_added(target_dtype)
     assert torch.equal(ours, expected) and not fake.betas
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert "rows=48, cols=80, inner=32" in message and "without split-K" in message
+    messages = [record.getMessage() for record in caplog.records]
+    for message, dtype in zip(messages, dict.fromkeys((target_dtype, FP32)), strict=True):
+        assert "rows=48, cols=80, inner=32" in message and f"out_dtype={dtype}" in message
+        assert "without split-K" in message
 
 
+@TARGETS
 def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
-    fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fresh_choices: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    target_dtype: torch.dtype,
 ) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(cublas_lt.importlib, "import_module", missing)
     with caplog.at_level(logging.INFO, cublas_lt.__name__):
-        ours, expected = written_and_added()
+        ours, expected = written_and_added(target_dtype)
     assert torch.equal(ours, expected)
     (message,) = (record.getMessage() for record in caplog.records)
     assert "FP32 temporary" in message and "nvmath" in message
@@ -264,10 +312,11 @@ def test_gradients_of_a_sum_are_expanded(fake: FakeCublasLt) -> None:
     assert torch.equal(target, x.float().sum(0).expand(OUT, IN))
 
 
-def test_no_tokens(fake: FakeCublasLt) -> None:
-    target = torch.full((OUT, IN), torch.nan)
+@TARGETS
+def test_no_tokens(fake: FakeCublasLt, target_dtype: torch.dtype) -> None:
+    target = torch.full((OUT, IN), torch.nan, dtype=target_dtype)
     wgrad(target, torch.empty(0, OUT), torch.empty(0, IN), first=True)
-    assert torch.equal(target, torch.zeros(OUT, IN))
+    assert (target == 0).all()
     wgrad(target.fill_(3.0), torch.empty(0, OUT), torch.empty(0, IN), first=False)
     assert (target == 3).all()
 
@@ -276,7 +325,7 @@ def test_what_does_not_fit_is_named() -> None:
     target, dy, x = torch.empty(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN)
     dy_t, x_t, one = dy.t().contiguous().to(E5M2), x.t().contiguous().to(E4M3), torch.ones(1)
     scales = {"dy_scale_inv": one, "x_scale_inv": one}
-    assert_raises(ValueError, r"target is torch\.bfloat16", wgrad, target.bfloat16(), dy, x, first=True)
+    assert_raises(ValueError, r"target is torch\.float16", wgrad, target.half(), dy, x, first=True)
     assert_raises(ValueError, r"with strides \(1, 48\)", wgrad, torch.empty(IN, OUT).t(), dy, x, first=True)
     with pytest.raises(ValueError, match=r"dy is torch\.float32 and x torch\.bfloat16"):
         wgrad(target, dy, x.bfloat16(), first=True)

@@ -31,6 +31,16 @@ def test_bf16_gradients_are_widened_before_they_are_added() -> None:
     assert target.item() == 257.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_target_is_rounded_once(dtype: torch.dtype) -> None:
+    grads, target = torch.randn(2, 4097).to(dtype), torch.empty(4097, dtype=torch.bfloat16)
+    accumulate(target, grads[0], first=True)
+    assert torch.equal(target, grads[0].bfloat16())
+    expected = (target.float() + grads[1].float()).bfloat16()
+    accumulate(target, grads[1], first=False)
+    assert torch.equal(target, expected)
+
+
 def test_bytes() -> None:
     target, grad = torch.empty(10), torch.empty(10, dtype=torch.bfloat16)
     assert bytes_moved(target, grad, first=True) == 10 * (4 + 2)

@@ -147,6 +147,23 @@ def test_the_sum_is_not_rounded_to_the_weights_dtype() -> None:
     assert (layer.weight.main_grad.bfloat16() - exact).norm() / exact.norm() > 1e-4
 
 
+@DTYPES
+@RECIPES
+@MAKES
+@pytest.mark.parametrize("fused", [True, "two_pass"])
+def test_a_bf16_main_grad_is_the_fp32_one_rounded(
+    make: Any, recipe: Any, dtype: torch.dtype, fused: Any
+) -> None:
+    """For the gradient of one microbatch."""
+    buffers = []
+    for convert in (Tensor.float, Tensor.bfloat16):
+        layer = seeded(partial(make, fuse_wgrad_accumulation=fused)).to(dtype)
+        with_main_grads(layer, lambda t, convert=convert: convert(t.fill_(torch.nan)))
+        run(layer, recipe, 1, lambda _: True)
+        buffers.append([weight.main_grad for weight in weights_of(layer).values()])
+    assert_equal([wide.bfloat16() for wide in buffers[0]], buffers[1])
+
+
 @pytest.mark.parametrize("recipe", [SHORT, None], ids=["delayed", "high"])
 def test_a_weight_used_twice_in_one_microbatch(recipe: Any) -> None:
     results = []
@@ -251,7 +268,9 @@ def test_a_frozen_weight_needs_no_main_grad(make: Any, recipe: Any) -> None:
     ("main_grad", "error", "message"),
     [
         (None, RuntimeError, "no main_grad"),
-        (torch.zeros(FFN, WIDTH, dtype=torch.bfloat16), TypeError, "bfloat16"),
+        (torch.zeros(FFN, WIDTH, dtype=torch.float16), TypeError, "float16"),
+        (torch.zeros(FFN, WIDTH, dtype=torch.float64), TypeError, "float64"),
+        (torch.zeros(WIDTH, FFN, dtype=torch.bfloat16), ValueError, "shape"),
         (torch.zeros(WIDTH, FFN), ValueError, "shape"),
         (torch.zeros(FFN * WIDTH), ValueError, "shape"),
         (torch.zeros(WIDTH, FFN).t(), ValueError, "strides"),

@@ -132,8 +132,8 @@ def head(dtype: torch.dtype = torch.float32, **options: Any) -> LinearCrossEntro
     return LinearCrossEntropy(WIDTH, VOCAB, **options)
 
 
-def main_grad_of(layer: nn.Module) -> Tensor:
-    layer.weight.main_grad = torch.full(layer.weight.shape, torch.nan)
+def main_grad_of(layer: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    layer.weight.main_grad = torch.full(layer.weight.shape, torch.nan, dtype=dtype)
     return layer.weight.main_grad
 
 
@@ -206,6 +206,22 @@ def test_chunks_of_the_weight_gradient_add_up_in_fp32(fused: bool) -> None:
     layer(x, torch.zeros(6, dtype=torch.int64)).backward(torch.full((6,), float(VOCAB)))
     got = layer.weight.main_grad if fused else layer.weight.grad
     assert (got[1:] == 258).all()
+
+
+@DTYPES
+@CHUNKS
+def test_a_bf16_main_grad_is_the_fp32_one_rounded_once(dtype: torch.dtype, chunk_tokens: int | None) -> None:
+    """After all chunks; a later microbatch adds its FP32 sum to what was rounded."""
+    layer = head(dtype, reduction="sum", chunk_tokens=chunk_tokens, fuse_wgrad_accumulation=True)
+    wide, narrow = main_grad_of(layer), main_grad_of(layer, torch.bfloat16)
+    for first in (True, False):
+        x, targets = leaf(14, WIDTH, dtype=dtype), ids(14)
+        for main_grad, overwrites in ((wide, True), (narrow, first)):
+            before = main_grad.clone()
+            layer.weight.main_grad = main_grad
+            layer(x, targets, is_first_microbatch=overwrites).backward()
+        exact = wide if first else before.float() + wide
+        assert torch.equal(narrow, exact.bfloat16())
 
 
 @CHUNKS

@@ -72,6 +72,18 @@ def test_gradients_of_256_and_1_are_257() -> None:
     assert (layer.weight.main_grad[2] == 257).all()
 
 
+@DTYPES
+def test_a_bf16_main_grad_rounds_the_sum_over_tokens_once(dtype: torch.dtype) -> None:
+    """256 and four times 0.5 are 258, which each addition in bf16 would round to 256."""
+    layer = Embedding(4, 16, params_dtype=dtype, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full((4, 16), torch.nan, dtype=torch.bfloat16)
+    dy = torch.tensor([256.0, 0.5, 0.5, 0.5, 0.5])[:, None].expand(5, 16).to(dtype)
+    for first, total in ((True, 258), (False, 516)):
+        layer(torch.full((5,), 2), is_first_microbatch=first).backward(dy)
+        assert (layer.weight.main_grad[2] == total).all()
+    assert (layer.weight.main_grad[[0, 1, 3]] == 0).all()
+
+
 @pytest.mark.parametrize("tied_to", ["fused", "plain"])
 def test_a_table_that_is_tied_to_a_head(tied_to: str) -> None:
     """Both write to one main_grad; a head that does not fuse leaves its part in `.grad`."""
@@ -99,7 +111,7 @@ def test_frozen_or_without_gradients_it_needs_no_main_grad() -> None:
     ("main_grad", "error"),
     [
         (None, RuntimeError),
-        (torch.zeros(7, 4, dtype=torch.bfloat16), TypeError),
+        (torch.zeros(7, 4, dtype=torch.float16), TypeError),
         (torch.zeros(4, 7), ValueError),
         (torch.zeros(4, 7).t(), ValueError),
     ],
