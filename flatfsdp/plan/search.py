@@ -150,7 +150,8 @@ class _Estimate:
             for buffer, size in group.items()
             if buffer in ("master shard", "compute shard")
         )
-        gradients = sum(group["main_grad"].nbytes for group in sizes) if job.microbatches > 1 else 0.0
+        numel = sum(group["main_grad"].numel for group in sizes) if job.microbatches > 1 else 0
+        gradients: float = numel * job.dtypes.accumulate.itemsize
         of_layer = shards * REFERENCE.dp_shard / job.ranks.dp_shard
         if job.grad_sync == "every":
             # Between microbatches there is the sum on the shard.

@@ -9,7 +9,7 @@ Overlap follows the engine:
     gathers of a unit        run beside the unit before; exposed are any excess, the root's, and the first
                              in a forward
     reductions of a unit     run beside later units in a backward that reduces, the last one or every one;
-                             exposed are the root's and the last
+                             exposed are the root's and the last, unless they run beside the next forward
     tensor-parallel ranks    run beside GEMMs, by a measured share
     pipeline stages          no overlap: torch's schedules wait for what they receive
 
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.step.reduce import SETTLED_BEFORE
 from flatfsdp.engine.whole.memory import GroupSizes
 from flatfsdp.models import flops_per_token
 from flatfsdp.plan.job import Job, Model
@@ -248,9 +249,10 @@ class _RankTime:
         first = root.gather + (inner[0].gather if inner else 0.0)
         first += sum(max(0.0, b.gather - a.forward) for a, b in pairwise(inner))
         again = sum(max(0.0, a.gather - b.backward) for a, b in pairwise(inner))
-        # A backward waits for its own last reductions.  After the last backward `once` counts them.
+        # The last two units' run beside the next forwards.  After the last backward `once` counts them.
         early = [unit.reduce_early for unit in inner]
-        exposed = self._not_hidden(inner, early) + root.reduce_early + sum(early[:1])
+        beside = sum(unit.forward for unit in units[:SETTLED_BEFORE])
+        exposed = self._not_hidden(inner, early) + max(0.0, root.reduce_early + sum(early[:1]) - beside)
         last = self._not_hidden(inner, [unit.reduce for unit in inner])
         return (count * (first + again) if frees else first) + (count - 1) * exposed + last
 

@@ -8,8 +8,8 @@ Next: `recording.py` records; `preconditions.py` tells when a recording is stale
                                  facts changed: eager again --^
 
 The first, a middle and the last microbatch of a step launch different kernels, and so do other shapes: each
-has a recording of its own.  Gradients and parameters that pass from one to the next are at fixed
-addresses; what the host knows of them are the `GroupFacts` of each group.
+has a recording of its own (`Root.place`).  Gradients and parameters that pass from one to the next are at
+fixed addresses; what the host knows of them are the `GroupFacts` of each group.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class DrivenUnit(Unit):
             self.show(Action.BACKWARD)
         else:
             position = self.root.order.current.record(self)
-            if position == SETTLED_BEFORE:
+            if position == min(SETTLED_BEFORE, len(self.root.units) - 1):
                 self.root.reducer.settle()
             self.show(self.root.forward_action, self.root.order.after(position))
         if self._casts_to is not None:

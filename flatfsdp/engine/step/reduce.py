@@ -57,9 +57,9 @@ gradients are being computed.  Bounds how many gradient buffers outlive their ba
 LEFT = MAX_IN_FLIGHT
 """Units that a backward before the last one leaves to the next microbatch: as many as may be under way."""
 
-SETTLED_BEFORE = 8
-"""Position in a forward of the unit that runs once those are reduced: enough forwards to hide them, and early
-enough that the memory is free again when activations are at their most."""
+SETTLED_BEFORE = 6
+"""Position in a forward of the unit that runs once those are reduced, or of the last unit: enough forwards
+to hide them, and early enough that the memory is free again when activations are at their most."""
 
 
 class Reduced(NamedTuple):

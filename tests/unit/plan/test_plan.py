@@ -94,7 +94,8 @@ def test_a_pipeline_may_reduce_gradients_in_every_microbatch() -> None:
         next(line.nbytes for line in found.memory.passing if line.name == "main_grad")
         for found in (last, every)
     )
-    assert window < whole / 4 and every.memory.peak < last.memory.peak - whole / 2
+    # The embedding and the first layer, whose reductions run beside the next forward.
+    assert window < whole * 3 / 4 and every.memory.peak < last.memory.peak - whole / 2
     assert every.sent == last.sent._replace(reduce=8 * last.sent.reduce)
     (offered,) = (
         each for each in advise(last) if each.plan.job.grad_sync == "every" and len(each.changes) == 1
