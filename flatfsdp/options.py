@@ -36,8 +36,8 @@ class Precision:
     Attributes:
         param: dtype of the master shard, which the optimizer updates.
         compute: dtype of unsharded parameters, and of FP32 inputs where they meet these (`cast_inputs`).
-        accumulate: dtype in which microbatches are added up, in the flat gradient buffer (`main_grad`) or, with
-            `grad_sync="every"`, in the sum on the shard; `main_grad` is in bf16 then if `reduce` is.
+        accumulate: dtype in which microbatches are added up: in the flat gradient buffer (`main_grad`), or
+            with `grad_sync="every"` in the sum on the shard, and then `main_grad` is in bf16 if `reduce` is.
         reduce: dtype of gradients in the reduce-scatter.
         grad: dtype of the reduced shard; None means `param`.  If the two are the same, the gradient is in the
             flat parameter's `.grad`, otherwise in its `.main_grad`, for optimizers that look there.
