@@ -58,6 +58,8 @@ class Machine:
             Assumed.
         network_latency: seconds that each further host of a collective adds.  Assumed.
         hidden_exchange: share of tensor-parallel communication that GEMMs hide: pretrain-1b-tp-2.json.
+        felt_reduction: share of a hidden reduction's time by which the computation beside it takes longer, as
+            they share multiprocessors and memory: grad-sync-8b-m16-2.json and -1b-m8-2-replay.json.
     """
 
     name: str = "H200"
@@ -82,6 +84,7 @@ class Machine:
     network_bandwidth: float = 40e9
     network_latency: float = 5e-6
     hidden_exchange: float = 0.28
+    felt_reduction: float = 0.48
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -100,8 +103,9 @@ class Machine:
             raise ValueError(
                 f"gpus_per_host of the machine is {self.gpus_per_host!r}; it must be a whole number"
             )
-        if self.hidden_exchange > 1:
-            raise ValueError(f"hidden_exchange of the machine is {self.hidden_exchange}; it is a share of 1")
+        for name in ("hidden_exchange", "felt_reduction"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} of the machine is {getattr(self, name)}; it is a share of 1")
 
     @staticmethod
     def load(path: Path) -> Machine:

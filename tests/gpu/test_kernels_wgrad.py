@@ -116,9 +116,10 @@ def test_a_bf16_target_rounds_fp32_sums_once(
         assert torch.equal(target, twice)
     wgrad_unfused(target, dy, x, first=True, **scales)
     assert torch.equal(target, once)
-    # cuBLASLt has nothing from fp16 to bf16.
-    if cublas_lt.bindings() is not None and dtype != torch.float16:
+    # Otherwise cuBLASLt has nothing: from fp16 to bf16, and from FP8 for few outputs.
+    if prepared[0] is not None:
         assert set(map(id, prepared)) == {id(prepared[0])} and prepared[0]._sums_once(prepared[0]._algorithm)
+    assert cublas_lt.bindings() is None or dtype == torch.float16 or prepared[0] or out * inner < 2**20
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])

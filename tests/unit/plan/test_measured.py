@@ -229,5 +229,12 @@ def test_rates_of_memory_and_links() -> None:
         rate = 0.75 * (large - small) / (ms[large] - ms[small]) * 1e3
         assert rate == pytest.approx(H200.link_bandwidth, rel=0.05)
         assert ms[2**20] / 1e3 == pytest.approx(H200.link_latency, rel=0.2)
+    for name in ("grad-sync-8b-m16-2.json", "grad-sync-1b-m8-2-replay.json"):
+        found, (row, _) = results(name), results(name)["rows"]
+        elements = row["gradient_gib"] * GIB / 4
+        more = (row["median_every_ms"] - row["median_last_ms"]) / 1e3 / (found["job"]["microbatches"] - 1)
+        # Adding up on the shard moves 6 bytes an element, and in the whole gradient 4.
+        more -= 2 * elements / H200.memory_bandwidth
+        assert more / (4 * elements / 2 / H200.link_bandwidth) == pytest.approx(H200.felt_reduction, rel=0.2)
     hidden = overlap_of(load_spans(RESULTS / "pretrain-1b-tp-2.json")[0]).hidden_share
     assert hidden == pytest.approx(H200.hidden_exchange, rel=0.05)
