@@ -30,6 +30,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zero2": {"reshard_after_forward": False},
     "dp": REPLICATED,
     "every": {"grad_sync": "every"},
+    "every, sent in bf16": {
+        "grad_sync": "every",
+        "precision": Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+    },
 }
 
 
@@ -187,6 +191,20 @@ def fused_and_others(rank: int, recipe: Any, net: dict[str, Any], others: Any, *
 def test_fused_is_two_passes(rank: int, net: str, recipe: str, flag: bool) -> None:
     options = {"precision": BF16, "optimize_backward_concat": flag}
     fused_and_others(rank, RECIPES[recipe], NETS[net], ("two_pass",), **options)
+
+
+@FLAGS
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_gradients_that_are_sent_at_once_are_rounded_once(rank: int, recipe: str, flag: bool) -> None:
+    """Where a GEMM, an embedding or a head writes them, instead of on their way: FP32 sums either way."""
+    options = {**SCHEDULES["every, sent in bf16"], "optimize_backward_concat": flag}
+    at_once, later = build({}, **options), build({}, **{**options, "grad_sync": "last"})
+    for model in (at_once, later):
+        backward(model, batches_of(rank, 1), RECIPES[recipe])
+    assert same(grads_of(at_once), grads_of(later))
+    dtypes = {row.dtype for row in at_once.memory_report().rows if row.buffer == "main_grad"}
+    assert dtypes == {torch.bfloat16}
 
 
 @FLAGS
