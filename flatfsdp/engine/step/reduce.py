@@ -110,6 +110,8 @@ class Reducer:
         self.grids = {group: _own_grid(group) for groups in units for group in groups}
         lanes = units[0][0].unit.policy.lanes if units else None
         self._sum = (SumOverRanks if lanes is None else LaneSum)(shared, self.grids)
+        # With lanes a reduction belongs to the turn of its backward.
+        self._may_leave = lanes is None and len(units) > LEFT
         self._ready: set[int] = set()
         self._next = 0
         self._has_warned = False
@@ -118,14 +120,8 @@ class Reducer:
 
     @property
     def left(self) -> Sequence[Groups]:
-        """Units that backwards before a step's last one leave to the next microbatch, on all ranks alike.
-
-        None with lanes, where a reduction belongs to the turn of its backward.
-        """
-        first = self._order[0][0].unit if self._order else None
-        has_lanes = first is not None and first.policy.lanes is not None
-        leaves = self._shared.reduces_every and not has_lanes and len(self._order) > LEFT
-        return self._order[-LEFT:] if leaves else ()
+        """Units that backwards before a step's last one leave to the next microbatch, on all ranks alike."""
+        return self._order[-LEFT:] if self._shared.reduces_every and self._may_leave else ()
 
     @property
     def _reduced_now(self) -> Sequence[Groups]:
