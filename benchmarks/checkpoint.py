@@ -5,6 +5,7 @@ part. All ways are measured in turns, on the same tensors with random values:
 
     FlatFSDP    `checkpoint.save` and `load`: a digest of every file is written and verified
     unverified  `load` with verify=False
+    no digests  `checkpoint.save` with digests=False
     plain       `dcp.save` and `dcp.load` of `sharded_training_state`
     background  `CheckpointManager(async_save=True).save`, until it returns; its first save takes longer, as
                 it makes host memory for the copy
@@ -34,7 +35,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import typer
 from lib import options
-from lib.common import RESULTS, environment, launch_of, publish
+from lib.common import RESULTS, environment, launch_of, progress_bar, publish
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -48,7 +49,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
 
 OURS, UNVERIFIED, PLAIN = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
-BACKGROUND = "FlatFSDP, in the background"
+NO_DIGESTS, BACKGROUND = "FlatFSDP, no digests", "FlatFSDP, in the background"
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ class Trained:
         self.manager: checkpoint.CheckpointManager | None = None
         self.step = 0
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, digests: bool = True) -> None:
         """Saves with `flatfsdp.checkpoint`."""
-        checkpoint.save(folder, self.model.stages, self.optimizer)
+        checkpoint.save(folder, self.model.stages, self.optimizer, digests=digests)
 
     def save_in_background(self, folder: Path) -> None:
         """Begins to save with a manager, whose folder has the name of the first one."""
@@ -147,7 +148,12 @@ def measure(rank: Rank, job: Job) -> Report:
     shared = [job.folder]
     dist.broadcast_object_list(shared, src=0)
     saved = [parameter.detach().clone() for parameter in trained.parameters]
-    saves = {OURS: trained.save, PLAIN: trained.plain_save, BACKGROUND: trained.save_in_background}
+    saves: dict[str, Callable[[Path], None]] = {
+        OURS: trained.save,
+        NO_DIGESTS: partial(trained.save, digests=False),
+        PLAIN: trained.plain_save,
+        BACKGROUND: trained.save_in_background,
+    }
     loads: dict[str, Callable[[Path], None]] = {
         OURS: trained.load,
         UNVERIFIED: partial(trained.load, verify=False),
@@ -155,21 +161,36 @@ def measure(rank: Rank, job: Job) -> Report:
     }
     save_s: dict[str, list[float]] = {name: [] for name in saves}
     load_s: dict[str, list[float]] = {name: [] for name in loads}
-    for number in range(job.rounds):
-        folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
-        for name, save in saves.items():
-            save_s[name].append(_seconds(partial(save, folders[name]), rank))
-            if trained.manager is not None:
-                trained.manager.wait()
-        for name, load in loads.items():
-            source = folders[PLAIN if name == PLAIN else OURS]
-            load_s[name].append(_seconds(partial(load, source), rank))
-            _check(trained.parameters, saved, name)
-        size = sum(file.stat().st_size for file in folders[OURS].iterdir())
-        dist.barrier()
-        if rank.index == 0:
-            for folder in folders.values():
-                shutil.rmtree(folder, ignore_errors=True)
+    with progress_bar(visible=rank.index == 0) as bar:
+        task = bar.add_task("", total=job.rounds * (len(saves) + len(loads)))
+
+        def begin(what: str) -> None:
+            bar.update(task, description=what)
+            if rank.index == 0 and not bar.console.is_terminal:
+                # In a file the bar appears at the end alone, and never if the run is stopped before.
+                bar.console.print(
+                    f"{bar.tasks[task].completed:.0f} of {bar.tasks[task].total:.0f} done; {what}"
+                )
+
+        for number in range(job.rounds):
+            folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
+            for name, save in saves.items():
+                begin(f"save: {name}")
+                save_s[name].append(_seconds(partial(save, folders[name]), rank))
+                if trained.manager is not None:
+                    trained.manager.wait()
+                bar.advance(task)
+            for name, load in loads.items():
+                begin(f"load: {name}")
+                source = folders[PLAIN if name == PLAIN else OURS]
+                load_s[name].append(_seconds(partial(load, source), rank))
+                _check(trained.parameters, saved, name)
+                bar.advance(task)
+            size = sum(file.stat().st_size for file in folders[OURS].iterdir())
+            dist.barrier()
+            if rank.index == 0:
+                for folder in folders.values():
+                    shutil.rmtree(folder, ignore_errors=True)
     return Report(_summed(saved, rank), size, save_s, load_s)
 
 
@@ -274,7 +295,10 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times to measure everything, by turns.")] = 3,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where to write checkpoints.", show_default="a new one where temporary files go"),
+        typer.Option(
+            help="Where to write checkpoints; made if it does not exist.",
+            show_default="a new one where temporary files go",
+        ),
     ] = None,
     device: options.OnDevice = Device.auto,
     ranks: options.RanksToStart = 2,
@@ -283,6 +307,8 @@ def main(
 ) -> None:
     launch = launch_of(ranks, device)
     kind = "cuda" if launch.use_cuda() else "cpu"
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=folder) as own:
         report = run_on_ranks(measure, Job(preset, rounds, own), launch)
     if is_main():

@@ -28,10 +28,10 @@ THREADS = max(1, min(4, (os.cpu_count() or 1) // 8))
 
 
 class FileDigest(NamedTuple):
-    """The length of a file in bytes, and its digest in hexadecimal digits."""
+    """The length of a file in bytes, and its digest in hexadecimal digits; None if it was not hashed."""
 
     bytes: int
-    sha256: str
+    sha256: str | None
 
 
 def digest_of(data: bytes) -> FileDigest:
@@ -101,6 +101,7 @@ class DigestingFile:
 
     Args:
         path: path of a file that does not exist yet.
+        is_hashed: if False, only bytes are counted.
 
     Attributes:
         digest: digest of the whole file, once it is closed.
@@ -110,8 +111,9 @@ class DigestingFile:
         FileExistsError: if the file exists.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_hashed: bool = True) -> None:
         self.path = path
+        self._is_hashed = is_hashed
         self.digest: FileDigest | None = None
         self.error: OSError | None = None
         # Unbuffered, so that written data can be read back at once.
@@ -132,7 +134,8 @@ class DigestingFile:
             self.error = self.error or error
             raise
         self._length += len(view)
-        self._hash(self._length - self._length % PIECE)
+        if self._is_hashed:
+            self._hash(self._length - self._length % PIECE)
         return len(view)
 
     def flush(self) -> None:
@@ -151,8 +154,11 @@ class DigestingFile:
         if self._file.closed:
             return
         try:
-            self._hash(self._length)
-            self.digest = joined(self._length, (piece.result() for piece in self._pieces))
+            if self._is_hashed:
+                self._hash(self._length)
+                self.digest = joined(self._length, (piece.result() for piece in self._pieces))
+            else:
+                self.digest = FileDigest(self._length, None)
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._file.close()

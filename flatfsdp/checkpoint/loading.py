@@ -59,7 +59,8 @@ def load(
             optimizer.  "lanes": go on with other lanes, and so with other bits than if the run had never
             been interrupted.
         verify: compare the contents of all files with their digests; without it, only their presence and
-            lengths.  A checkpoint of plain torch.distributed.checkpoint has no digests.
+            lengths.  A checkpoint of plain torch.distributed.checkpoint has no digests, and the data files of
+            one that was saved with digests=False have none.
 
     Returns:
         The `extra` that was saved, on every rank; {} if there was none.

@@ -84,17 +84,27 @@ class CheckpointManager:
         keep: number of checkpoints to keep.
         async_save: whether a thread writes.  The manager then keeps host memory for a copy of this rank's
             state.
+        digests: whether to hash data files while they are written, the same on all ranks, see
+            `checkpoint.save`.  If not, `resume` does not notice a flipped bit in them, and goes on from it.
 
     Raises:
         ValueError: if `keep` is less than 1; if `folder` is a URL that fsspec does not know.
         ModuleNotFoundError: if the URL's library is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2, async_save: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        async_save: bool = False,
+        digests: bool = True,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; a run needs at least 1 checkpoint to go on from")
         self.folder = place(folder)
         self.keep = keep
+        self.digests = digests
         self._background = BackgroundSave() if async_save else None
         # This rank's tensors that had no infinity when they were saved or resumed, by name.
         self._finite: set[str] = set()
@@ -158,11 +168,13 @@ class CheckpointManager:
                 "a folder of its own"
             )
         if self._background is not None:
-            writer = Writer(self.path(step), overwrite=True, extra=extra)
+            writer = Writer(self.path(step), overwrite=True, extra=extra, digests=self.digests)
             state = sharded_training_state(model, optimizer, ema)
             self._background.start(f"step {step}", writer, state, model, partial(self._remove_older, step))
         else:
-            save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
+            save(
+                self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True, digests=self.digests
+            )
             # The others wait here, without a time limit, rather than in the next step.
             with raising_on_all(model):
                 self._remove_older(step)
@@ -209,7 +221,7 @@ class CheckpointManager:
             optimizer: optimizer over all parameters of `model`.
             ema: an average of the weights of `model`, to be filled with the saved one.
             accept: differences to accept, see `checkpoint.load`.
-            verify: compare the contents of all files with their digests.
+            verify: compare the contents of all files with their digests, see `checkpoint.load`.
 
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: the files of one save, each with its rank, length and digest.
 
-In:   what the ranks have written, with its digests (`commit`); or `manifest-<save id>.json`.
+In:   what the ranks have written, with its digests (`commit`), which data files may lack; or
+      `manifest-<save id>.json`.
 Out:  a folder whose checkpoint this save is; or a `Manifest`, which tells damaged files from whole ones.
 Next: `opening.py` finds the manifest that belongs to `.metadata`, and reads the rest.
 
@@ -131,8 +132,8 @@ class Manifest:
         rank, written = self.files[path.name]
         if found.bytes != written.bytes:
             raise damaged(path, f"has {found.bytes} bytes, and {written.bytes} were written", rank)
-        if found != written:
-            digests = f"its digest is {found.sha256[:12]}..., and was {written.sha256[:12]}..."
+        if written.sha256 is not None and found.sha256 != written.sha256:
+            digests = f"its digest is {found.sha256:.12}..., and was {written.sha256:.12}..."
             raise damaged(path, f"does not hold what was written there: {digests}", rank)
 
 

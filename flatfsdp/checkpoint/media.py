@@ -43,9 +43,9 @@ class Disk:
         """Makes the folder, if it is not there."""
         durable.make_folder(self.folder)
 
-    def create(self, name: str) -> DigestingFile:
+    def create(self, name: str, is_hashed: bool) -> DigestingFile:
         """A new file to write."""
-        return DigestingFile(self.folder / name)
+        return DigestingFile(self.folder / name, is_hashed=is_hashed)
 
     def flush(self) -> None:
         """Flushes names of files to the disk."""
@@ -111,9 +111,9 @@ class ObjectStore:
 
     flush = make
 
-    def create(self, name: str) -> Upload:
+    def create(self, name: str, is_hashed: bool) -> Upload:
         """A new object to write."""
-        return Upload(self.folder / name)
+        return Upload(self.folder / name, is_hashed=is_hashed)
 
     def lengths(self, names: Collection[str]) -> Mapping[str, int | None]:
         """Lengths of all that is there: one request for many."""

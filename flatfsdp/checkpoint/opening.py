@@ -125,7 +125,7 @@ class OpenCheckpoint:
             world: all ranks.
             device: device to communicate on.
             compares_digests: whether to compare contents, not only presence and lengths; a checkpoint of
-                plain torch.distributed.checkpoint has no digests.
+                plain torch.distributed.checkpoint has no digests, nor has one that was saved without.
 
         Yields:
             A function that waits for all ranks' files.  Collective over all ranks.  It raises
@@ -166,7 +166,7 @@ class OpenCheckpoint:
                 if self.manifest is None or record is None:
                     if length < needed:
                         raise damaged(path, f"has {length} bytes, and at least {needed} were written")
-                elif digest is None or length != record.digest.bytes:
+                elif digest is None or record.digest.sha256 is None or length != record.digest.bytes:
                     self.manifest.require(path, record.digest._replace(bytes=length))
                 else:
                     self.manifest.require(path, digest(name))

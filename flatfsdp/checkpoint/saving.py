@@ -37,11 +37,12 @@ def save(
     ema: EMA | None = None,
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    digests: bool = True,
 ) -> None:
     """Saves model and optimizer to a folder; each rank writes its part.  Collective over all ranks.
 
     The save is complete or absent: if killed at any moment, the folder holds the old checkpoint, or all of
-    the new one.  Every file has a digest, which `load` verifies.
+    the new one.  Every file has a digest, which `load` verifies, unless data files are saved without.
 
     Args:
         path: folder of the checkpoint, the same on all ranks, made if it does not exist; or its URL in a
@@ -53,6 +54,8 @@ def save(
             dicts of them.  The first rank's is written.
         overwrite: whether to replace a checkpoint in the folder; the old one stays loadable until the new one
             is complete.
+        digests: whether to hash data files while they are written, the same on all ranks.  If not, a save
+            takes less time, and `load` finds a file that is missing or cut off, but not a flipped bit in it.
 
     Raises:
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
@@ -62,14 +65,15 @@ def save(
         ModuleNotFoundError: if the URL's library is not installed.
         TypeError: if `path` is a model; if `load` would refuse `extra`, an option of the optimizer, or the
             extra state of a module.
-        CheckpointError: if a rank could not write, with the system's reason.
+        CheckpointError: if a rank could not write, with the system's reason; if ranks pass different
+            `digests`.
         All of them are raised on every rank, and the old checkpoint can still be loaded.
     """
     require_folder_first(path, "save")
     begin(model, Action.SAVE)
     world, device = world_of(model)
     folder = same_on_all_ranks(place, path, [world], device)
-    write(Writer(folder, overwrite=overwrite, extra=extra), model, optimizer, ema)
+    write(Writer(folder, overwrite=overwrite, extra=extra, digests=digests), model, optimizer, ema)
 
 
 def write(

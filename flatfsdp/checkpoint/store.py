@@ -216,14 +216,19 @@ class Places(FileSystem):
 class Upload:
     """A new object, open for writing, that computes the digest of what is written; there once it is closed.
 
+    Args:
+        path: its name.
+        is_hashed: if False, only bytes are counted.
+
     Attributes:
         path: its name.
         digest: digest of the whole object, once it is closed.
         error: first error of the store; torch's writer replaces it by another one on its way out.
     """
 
-    def __init__(self, path: StorePath) -> None:
+    def __init__(self, path: StorePath, *, is_hashed: bool = True) -> None:
         self.path = path
+        self._is_hashed = is_hashed
         self.digest: FileDigest | None = None
         self.error: OSError | None = None
         with _told(path.url):
@@ -237,6 +242,9 @@ class Upload:
         view = memoryview(data).cast("B")
         with self._noted():
             self._file.write(view)
+        if not self._is_hashed:
+            self._length += len(view)
+            return len(view)
         rest = view
         while rest:
             now, rest = rest[: (room := PIECE - self._length % PIECE)], rest[room:]
@@ -256,9 +264,12 @@ class Upload:
     def close(self) -> None:
         """Sends the rest; a second call does nothing."""
         if self.digest is None:
-            if self._length % PIECE:
-                self._end_piece()
-            self.digest = joined(self._length, [self._hashes])
+            if not self._is_hashed:
+                self.digest = FileDigest(self._length, None)
+            else:
+                if self._length % PIECE:
+                    self._end_piece()
+                self.digest = joined(self._length, [self._hashes])
             with self._noted():
                 self._file.close()
 

@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
-from flatfsdp.checkpoint.errors import reason
+from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import METADATA, FileRecord, commit, data_prefix
 from flatfsdp.checkpoint.media import medium_of
 from flatfsdp.checkpoint.store import Place, Places, StorePath, Upload
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes a checkpoint that is complete or absent, with a digest of every file.
+    """Writes a checkpoint that is complete or absent, by default with a digest of every file.
 
         dcp.save(state, storage_writer=Writer("out/step-100"))
         dcp.async_save(state, storage_writer=Writer("out/step-100"), process_group=gloo_group)
@@ -48,12 +48,15 @@ class Writer(dcp.FileSystemWriter):
             asynchronous save.  The first rank's is written.
         weights_only: whether to refuse an `extra` that `torch.load(weights_only=True)`, and so `load`,
             refuses.
+        digests: whether to hash data files while they are written, the same on all ranks, see
+            `checkpoint.save`; other files are small, and always have a digest.
 
     Raises:
         ValueError: if the path is a URL that fsspec does not know.
         ModuleNotFoundError: if the URL's library is not installed.
         FileExistsError: by `dcp.save`, inside its CheckpointException, if the folder holds a checkpoint.
         TypeError: likewise, if `extra` is refused.
+        CheckpointError: likewise, before anything is written, if ranks pass different `digests`.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class Writer(dcp.FileSystemWriter):
         overwrite: bool = False,
         extra: Mapping[str, Any] | None = None,
         weights_only: bool = True,
+        digests: bool = True,
     ) -> None:
         super().__init__(path, overwrite=overwrite)
-        self.fs = _DigestingFileSystem()
+        self.fs = _DigestingFileSystem(digests)
         self.path = self.fs.init_path(path)
+        self._digests = digests
         self._is_coordinator = False
         self._written: list[Place] = []
         self._extra: bytes | None = None
@@ -114,10 +119,17 @@ class Writer(dcp.FileSystemWriter):
             raise FileExistsError(
                 f"{self.path} holds a checkpoint; save to another folder, or replace it with overwrite=True"
             )
-        return plan
+        return replace(plan, storage_data=self._digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives the save an id, and each rank's files their names."""
+        digests = [plan.storage_data for plan in plans]
+        if True in digests and False in digests:
+            # Otherwise one rank's files would go unverified while another believes that all are.
+            raise CheckpointError(
+                f"ranks were given different values of digests: rank {digests.index(True)} True, "
+                f"rank {digests.index(False)} False; pass one"
+            )
         self.save_id = uuid.uuid4().hex[:12]
         medium_of(self._folder).make()
         return [
@@ -126,7 +138,7 @@ class Writer(dcp.FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, with their digests."""
+        """Writes this rank's files, and takes their digests."""
         written: Future[list[WriteResult]] = Future()
         # Without shared storage, which the commit finds out, this rank has another folder.
         medium_of(self._folder).make()
@@ -191,18 +203,22 @@ class _DigestedResult(WriteResult):
 class _DigestingFileSystem(Places):
     """File system in which each written file is a new one and gets a digest.
 
+    Args:
+        is_hashed: if False, digests have lengths alone.
+
     Attributes:
         files: files of the save in progress.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_hashed: bool) -> None:
+        self._is_hashed = is_hashed
         self.files: list[DigestingFile | Upload] = []
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", mode
         # The first error is the one that the save reports, also if this one cannot be closed afterwards.
-        with closing(medium_of(path.parent).create(path.name)) as file:
+        with closing(medium_of(path.parent).create(path.name, self._is_hashed)) as file:
             self.files.append(file)
             yield cast(io.IOBase, file)
 

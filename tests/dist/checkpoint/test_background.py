@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def digests(folder: Path) -> dict[int, str]:
+def digests(folder: Path) -> dict[int, str | None]:
     """Digests of the data files of a checkpoint, by rank."""
     (manifest,) = folder.glob("manifest-*.json")
     files = json.loads(manifest.read_bytes())["files"]
@@ -88,6 +88,17 @@ def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
     found = manager.resume(other, resumed)
     assert found is not None and found.extra == {"counts": torch.tensor([2])}
     assert equal(full_state(other, resumed), saved)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@on_ranks(2)
+def test_a_manager_without_digests(async_save: bool, tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    with CheckpointManager(tmp_path, async_save=async_save, digests=False) as manager:
+        assert manager.save(1, model, optimizer)
+    dist.barrier()
+    assert digests(manager.path(1)) == {0: None, 1: None}
+    assert manager.resume(model, optimizer) == (1, {})
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import CheckpointError, DamagedCheckpoint
+from flatfsdp.checkpoint.store import place
 from tests.support.faults.damage import KINDS, random_damage
 from tests.support.faults.full import random_full_disks
 from tests.support.faults.training import Run
@@ -65,6 +66,34 @@ def test_without_verification_lengths_count_all_the_same(rank: int, tmp_path: Pa
     with pytest.raises(DamagedCheckpoint, match=f"{name}, written by rank 1, has [0-9]+ bytes, and"):
         checkpoint.load(tmp_path, run.model, run.optimizer, verify=False)
     assert run.digest() == before
+
+
+@pytest.mark.parametrize("protocol", ["", "objects://"], ids=["disk", "store"])
+@on_ranks(2)
+def test_without_digests_a_flipped_bit_is_not_noticed(rank: int, protocol: str, tmp_path: Path) -> None:
+    """A file that is cut off is."""
+    folder = place(f"{protocol}{tmp_path}/run")
+    run, other = Run(), Run(seed=1)
+    run.train()
+    checkpoint.save(folder, run.model, run.optimizer, extra={"step": 1}, digests=False)
+    other.load(folder)
+    assert other.digest() == run.digest()
+    dist.barrier()
+    (file,) = (path for path in folder.iterdir() if path.name.startswith("__1_"))
+    data = bytearray(file.read_bytes())
+    # Of a number, not of the archive around it.
+    data[data.index(run.model.state_dict()["1.bias"][-2:].numpy().tobytes())] ^= 1
+    if rank == 0:
+        file.write_bytes(bytes(data))
+    dist.barrier()
+    other.load(folder)
+    assert other.digest() != run.digest()
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(bytes(data[:-1]))
+    dist.barrier()
+    with pytest.raises(DamagedCheckpoint, match=f"{file.name}, written by rank 1, has {len(data) - 1} bytes"):
+        other.load(folder)
 
 
 @on_ranks(2)

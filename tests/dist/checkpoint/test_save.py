@@ -75,6 +75,14 @@ def test_what_could_not_be_loaded_is_not_saved(rank: int, tmp_path: Path) -> Non
     assert not (tmp_path / "a").exists()
 
 
+@on_ranks(2)
+def test_ranks_agree_on_digests_before_anything_is_written(rank: int, tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(CheckpointError, match="different values of digests: rank 1 True, rank 0 False"):
+        checkpoint.save(tmp_path / "a", run.model, digests=rank == 1)
+    assert not (tmp_path / "a").exists()
+
+
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
     """Context in which the system refuses longer files, as a full disk does."""

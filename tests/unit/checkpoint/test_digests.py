@@ -53,7 +53,12 @@ def test_a_file_is_never_written_over(tmp_path: Path) -> None:
 
 
 MANIFEST = Manifest(
-    "0123456789ab", {".metadata": FileRecord(0, digest_of(b"x")), "a": FileRecord(3, digest_of(b""))}
+    "0123456789ab",
+    {
+        ".metadata": FileRecord(0, digest_of(b"x")),
+        "a": FileRecord(3, digest_of(b"")),
+        "b": FileRecord(1, FileDigest(7, None)),
+    },
 )
 
 
