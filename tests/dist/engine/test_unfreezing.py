@@ -200,8 +200,8 @@ def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     root_of(model)
     reducer = model.fsdp_state.root.reducer
     launch = reducer._launch
-    reducer._launch = lambda unit: (
-        launched.append([g.name for g in unit if g.state.takes_part]) or launch(unit)
+    reducer._launch = lambda unit, ends: (
+        launched.append([g.name for g in unit if g.state.takes_part]) or launch(unit, ends=ends)
     )
 
     def before_the_embedding(*_: Any) -> None:
