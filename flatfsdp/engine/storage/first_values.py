@@ -30,6 +30,9 @@ _BLOCK = 2**22
 
 def digest(values: Tensor) -> Tensor:
     """Sum of the values' bits as integers: int64, 0-dim; does not wait for the device."""
+    if values.is_meta:
+        # A plan's models have no values, and thousands of blocks.
+        return values.new_empty((), dtype=torch.int64)
     bits = values.detach().contiguous().view(getattr(torch, f"int{8 * values.element_size()}"))
     return torch.stack([block.sum(dtype=torch.int64) for block in bits.view(-1).split(_BLOCK)]).sum()
 
