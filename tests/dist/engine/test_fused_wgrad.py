@@ -197,7 +197,7 @@ def test_fused_is_two_passes(rank: int, net: str, recipe: str, flag: bool) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks(2)
 def test_gradients_that_are_sent_at_once_are_rounded_once(rank: int, recipe: str, flag: bool) -> None:
-    """Where a GEMM, an embedding or a head writes them, instead of on their way: FP32 sums either way."""
+    """FP32 sums are rounded as they are written, with the bits of a cast on their way."""
     options = {**SCHEDULES["every, sent in bf16"], "optimize_backward_concat": flag}
     at_once, later = build({}, **options), build({}, **{**options, "grad_sync": "last"})
     for model in (at_once, later):
