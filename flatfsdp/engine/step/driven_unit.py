@@ -110,6 +110,7 @@ class DrivenUnit(Unit):
             self.show(Action.BACKWARD)
         else:
             position = self.root.order.current.record(self)
+            # Before more activations: this frees gradients that the last backward has left.
             if position == min(SETTLED_BEFORE, len(self.root.units) - 1):
                 self.root.reducer.settle()
             self.show(self.root.forward_action, self.root.order.after(position))

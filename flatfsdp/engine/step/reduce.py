@@ -167,11 +167,13 @@ class Reducer:
                     "lanes add all of a lane at once; pass use_reentrant=False to the checkpoint"
                 )
             self._launch(late, ends=ends)
+        # First, so that what was sent is freed before the units that are left get buffers.
         self.settle()
-        for group in () if ends else (group for groups in self.left for group in groups):
-            if group.main_grad is not None and group.state.takes_part:
-                # On a rank that has not used it as well: by this `take_up` tells.
-                group.main_grad.open()
+        for groups in () if ends else self.left:
+            for group in groups:
+                if group.main_grad is not None and group.state.takes_part:
+                    # On a rank that has not used it as well: by this `take_up` tells.
+                    group.main_grad.open()
         reduced = [Reduced(group, grad, _used(group)) for group, grad in self._reduced.items()]
         self.forget()
         return reduced

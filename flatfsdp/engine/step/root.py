@@ -159,6 +159,7 @@ class Root:
             self._expire()
         # Before the order takes down what is trained, and before scales are taken of what is cast.
         self.follow_user()
+        # Once it is known what the user has zeroed; not in an evaluation, whose end nothing would wait for.
         if torch.is_grad_enabled():
             self.reducer.take_up()
         self.order.start(self.units)

@@ -155,11 +155,11 @@ class MainGrad:
                 f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
                 "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
             )
-        fits = dtype_of_buffer(self._unit) == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
         if index in self._waiting:
             # One gradient a slot can wait, and the earlier one is added first.
             self.flush()
-        if fits and 0 < grad.numel() <= SMALL:
+        is_small = 0 < grad.numel() <= SMALL and grad.dtype in DTYPES and grad.is_contiguous()
+        if is_small and dtype_of_buffer(self._unit) == torch.float32:
             # For others of its unit; see `SMALL`.
             self._waiting[index] = grad
             return
