@@ -172,6 +172,13 @@ def measure(rank: Rank, job: Job) -> Report:
                     f"{bar.tasks[task].completed:.0f} of {bar.tasks[task].total:.0f} done; {what}"
                 )
 
+        # A process's first save is slow, whichever way: its host memory is new.
+        begin("a save before the measured ones")
+        warm_up = Path(shared[0]) / "warm-up"
+        trained.plain_save(warm_up)
+        dist.barrier()
+        if rank.index == 0:
+            shutil.rmtree(warm_up, ignore_errors=True)
         for number in range(job.rounds):
             folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
             for name, save in saves.items():
