@@ -172,7 +172,7 @@ def measure(rank: Rank, job: Job) -> Report:
                     f"{bar.tasks[task].completed:.0f} of {bar.tasks[task].total:.0f} done; {what}"
                 )
 
-        # A process's first save is slow, whichever way: its host memory is new.
+        # A process's first save takes twice as long as the next: whoever went first would seem slow.
         begin("a save before the measured ones")
         warm_up = Path(shared[0]) / "warm-up"
         trained.plain_save(warm_up)
