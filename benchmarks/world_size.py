@@ -3,9 +3,8 @@
 A run is a model, a precision, a number of lanes, a number of ranks, a way to shard, and the option
 `optimize_backward_concat`.  The list has every pair of values of these that can occur together; runs that
 differ only in ranks, sharding and the option are compared with the one on a single rank: losses, whole
-gradients of each step before clipping, parameters, buffers (with FP8 scales) and optimizer state.  Gradients
-gradients of each step before clipping, parameters, buffers (with FP8 scales), optimizer state.  Gradients
-other meshes that do the same.
+gradients of each step before clipping, parameters, buffers (with FP8 scales) and optimizer state.  A hybrid
+mesh adds lanes in blocks, and is compared with a single rank that adds them so, too.
 """
 
 from __future__ import annotations
