@@ -219,12 +219,22 @@ def test_products() -> None:
 
 
 def test_checkpoints() -> None:
-    rows = {(row["action"], row["name"]): row for row in results("checkpoint-1b-2.json")["rows"]}
-    save, load = (rows[action, "FlatFSDP"] for action in ("save", "load"))
-    plain = rows["save", "plain DCP"]
-    assert f"takes {save['seconds']:.2f} s, where plain `dcp.save` takes {plain['seconds']:.2f} s" in PROSE
-    assert f"digests make it {save['ratio']:.2f} times as slow" in PROSE
-    assert f"takes {load['seconds']:.2f} s against {rows['load', 'plain DCP']['seconds']:.2f} s" in PROSE
+    rows = results("checkpoint-1b-2.json")["rows"]
+    assert_rows(
+        (" and ".join(f"{each:.1f}" for each in row["seconds_of_each_round"]), f"{row['ratio']:.2f}")
+        for row in rows
+    )
+    (save,) = (row for row in rows if (row["action"], row["name"]) == ("save", "FlatFSDP"))
+    assert f"digests make a save {save['ratio']:.2f} times as long" in PROSE
+
+
+def test_lanes() -> None:
+    rows = results("lanes-70b-l2-s1k-2-replay.json")["rows"]
+    ms = [(f"{row['median_ms']:.2f}", f"{row['median_lanes_ms']:.2f}") for row in rows]
+    # FP32 first, then the same in bf16.
+    assert_rows((*fp32, *bf16) for fp32, bf16 in zip(ms[:4], ms[4:], strict=True))
+    ratios = [row["ratio"] for row in rows[:4]]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} in FP32" in PROSE
 
 
 def test_convergence() -> None:
