@@ -15,6 +15,7 @@ executes nothing.  Modules, in the order of a save, then of a load:
     loading -> opening -> reader, fit
 
 manager     `CheckpointManager`: the checkpoints of a run; resumes from the newest one that is whole
+owner       whose a run's folder is, of several runs: the one that began last
 background  a thread that saves a copy of the state while training goes on
 store       names in an object store, of a URL such as s3://bucket/run; media: what differs there from a disk
 own_states  `of_each_rank`, `of_this_rank`: what each rank has of its own, such as the place in its data

@@ -8,6 +8,7 @@ Next: `examples/pretrain_llama.py` saves and resumes with it.
     removed-step-00000100      the rest of an interrupted removal
     damaged-step-00000100      a damaged checkpoint, put aside for inspection
     abandoned-step-00000100    one that this run, saving an earlier step, did not go on from
+    owner.txt                  the process that saves here, see `owner.py`
 
 In an object store nothing is called removed-step: of a removal, as of a save, a step without `.metadata` is
 left.
@@ -35,10 +36,10 @@ from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
 from flatfsdp.checkpoint.media import medium_of
 from flatfsdp.checkpoint.optimizer_state import with_pieces
-from flatfsdp.checkpoint.saving import save, sharded_training_state
+from flatfsdp.checkpoint.owner import OwnedWriter, Owner
+from flatfsdp.checkpoint.saving import sharded_training_state, write
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.checkpoint.store import Place, StorePath, place
-from flatfsdp.checkpoint.writer import Writer
 from flatfsdp.comm.objects import all_gather_object, broadcast_object
 from flatfsdp.comm.paths import same_on_all_ranks
 from flatfsdp.comm.ranks import Ranks, default_group
@@ -105,6 +106,7 @@ class CheckpointManager:
         self.folder = place(folder)
         self.keep = keep
         self.digests = digests
+        self._owner = Owner(self.folder)
         self._background = BackgroundSave() if async_save else None
         # This rank's tensors that had no infinity when they were saved or resumed, by name.
         self._finite: set[str] = set()
@@ -143,8 +145,9 @@ class CheckpointManager:
             Whether the step was saved, or is being saved; if not, a warning names a tensor with the reason.
 
         Raises:
-            CheckpointError: if a rank could not write, or a later checkpoint cannot be put aside; with
-                `async_save`, if the save before has failed: nothing is done then.
+            CheckpointError: if a rank could not write, or a later checkpoint cannot be put aside; if
+                another run has begun to save to this folder; with `async_save`, if the save before has
+                failed: nothing is done then.
             Exception: whatever else `checkpoint.save` raises.
             Each error is raised on every rank.
         """
@@ -157,6 +160,8 @@ class CheckpointManager:
             _warn(f"step {step} is not saved: {problem}; the checkpoints before it stay")
             return False
         with raising_on_all(model):
+            if _is_first():
+                self._owner.require()
             # Before the save, and the oldest first: whatever the moment of a kill, the newest checkpoint is
             # the end of what was saved until then, or that from which this run went on.
             later = [each for each in self._complete() if each > step] if _is_first() else []
@@ -167,14 +172,12 @@ class CheckpointManager:
                 f"rollback; they are put aside as {', '.join(path.name for path in aside)}; give each run "
                 "a folder of its own"
             )
+        writer = OwnedWriter(self._owner, self.path(step), overwrite=True, extra=extra, digests=self.digests)
         if self._background is not None:
-            writer = Writer(self.path(step), overwrite=True, extra=extra, digests=self.digests)
             state = sharded_training_state(model, optimizer, ema)
             self._background.start(f"step {step}", writer, state, model, partial(self._remove_older, step))
         else:
-            save(
-                self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True, digests=self.digests
-            )
+            write(writer, model, optimizer, ema)
             # The others wait here, without a time limit, rather than in the next step.
             with raising_on_all(model):
                 self._remove_older(step)

@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import flatfsdp
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.owner import FILE
+from flatfsdp.checkpoint.store import StorePath
 from tests.support.models import Block, data, update
 
 FORMS = ["full", "rank 0", "sharded"]
@@ -98,6 +101,11 @@ def load_form(
     checkpoint.load_full_state_dict(model, state["model"], from_rank0=from_rank0)
     checkpoint.load_full_optimizer_state_dict(model, optimizer, state["optimizer"], from_rank0=from_rank0)
     return saved
+
+
+def names(folder: Path | StorePath) -> list[str]:
+    """What is in a run's folder, sorted, beside the file that says whose the folder is."""
+    return sorted({path.name for path in folder.iterdir()} - {FILE})
 
 
 def equal(a: Any, b: Any) -> bool:

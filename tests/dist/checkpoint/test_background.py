@@ -20,13 +20,10 @@ import torch.distributed as dist
 from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, Writer
 from flatfsdp.checkpoint.ema import EMA
-from tests.support.checkpoints import equal, full_state, step, trained
+from flatfsdp.checkpoint.owner import Owner
+from tests.support.checkpoints import equal, full_state, names, step, trained
 from tests.support.programs import run_program
 from tests.support.ranks import on_ranks
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def digests(folder: Path) -> dict[int, str | None]:
@@ -150,6 +147,23 @@ def test_what_load_would_refuse_is_refused_at_once(tmp_path: Path, rank: int) ->
     with pytest.raises(TypeError, match="extra"):
         manager.save(1, model, optimizer, {"path": tmp_path if rank == 1 else 0})
     manager.wait()
+
+
+@on_ranks(2)
+def test_a_save_does_not_end_in_a_folder_that_another_run_has_taken(tmp_path: Path, rank: int) -> None:
+    """The other one may be saving the same step."""
+    model, optimizer = trained(1)
+    manager = CheckpointManager(tmp_path, keep=1, async_save=True)
+    assert manager.save(1, model, optimizer)
+    manager.wait()
+    with held() as may_write:
+        assert manager.save(2, model, optimizer)
+        if rank == 0:
+            Owner(tmp_path).require()
+        may_write.set()
+        with pytest.raises(CheckpointError, match=r"of step 2 has failed .* belongs to another run now"):
+            manager.wait()
+    assert CheckpointManager(tmp_path).resume(model, optimizer) == (1, {})
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,8 @@ from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint, load
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
-from tests.support.checkpoints import equal, full_state, step, trained
+from flatfsdp.checkpoint.owner import FILE
+from tests.support.checkpoints import equal, full_state, names, step, trained
 from tests.support.ranks import on_ranks
 
 
@@ -30,10 +32,6 @@ def damage(path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def two_saved(folder: Path) -> tuple[CheckpointManager, Any, torch.optim.Optimizer]:
@@ -224,6 +222,31 @@ def test_a_new_run_in_the_folder_of_an_old_one(tmp_path: Path, rank: int) -> Non
     dist.barrier()
     asides = ["abandoned-step-00000100", "abandoned-step-00000200"]
     assert names(tmp_path) == [*asides, "step-00000020", "step-00000030"]
+
+
+@on_ranks(2)
+def test_of_two_runs_in_a_folder_the_one_that_began_last_goes_on(tmp_path: Path, rank: int) -> None:
+    """A job may have been started again while ranks of its first start are left."""
+    old, model, optimizer = two_saved(tmp_path)
+    new = CheckpointManager(tmp_path)
+    assert new.resume(model, optimizer) == (2, {})
+    # To look is not to begin.
+    assert old.save(3, model, optimizer)
+    with warning(rank, "later steps than 2"):
+        assert new.save(2, model, optimizer)
+    dist.barrier()
+    kept = names(tmp_path)
+    whose = rf"belongs to another run now: process \d+ on {re.escape(socket.gethostname())}, since 20"
+    with pytest.raises(CheckpointError, match=whose):
+        old.save(4, model, optimizer)
+    assert names(tmp_path) == kept
+    assert new.save(3, model, optimizer)
+    dist.barrier()
+    # Whoever tidies up by hand stops nobody.
+    if rank == 0:
+        (tmp_path / FILE).unlink()
+    assert new.save(4, model, optimizer)
+    assert (tmp_path / FILE).exists()
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint
 from flatfsdp.checkpoint.manifest import METADATA
 from flatfsdp.checkpoint.opening import open_checkpoint
+from flatfsdp.checkpoint.owner import FILE
 from flatfsdp.checkpoint.store import Place, place
 from flatfsdp.comm.ranks import ALONE
 from tests.support.checkpoints import full_state
@@ -216,14 +217,13 @@ def _save_after_rollback(run: Run, folder: Path) -> None:
 
 def _left_of_rollback(folder: Path) -> list[str]:
     newest = max(path.name for path in folder.glob("step-*"))
-    others = [
-        path.name for path in folder.iterdir() if not path.name.startswith(("step-", "abandoned-step-"))
-    ]
+    names = {path.name for path in folder.iterdir()} - {FILE}
+    others = [name for name in names if not name.startswith(("step-", "abandoned-step-"))]
     return others + left_behind(folder / newest)
 
 
 def _left_of_run(folder: Place) -> list[str]:
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()} - {FILE}
     newest = max(name for name in names if name.startswith("step-"))
     damaged = {name for name in names if name.startswith("damaged-step-")}
     return sorted(names - {newest} - damaged) + left_behind(folder / newest)
