@@ -57,11 +57,12 @@ class Owner:
             return
         since = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
         name = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {uuid.uuid4().hex}"
-        self._own = name.encode()
-        medium = medium_of(self._folder)
+        medium, own = medium_of(self._folder), name.encode()
         medium.make()
-        medium.commit({FILE: self._own}, FILE)
+        medium.commit({FILE: own}, FILE)
         medium.flush()
+        # Only now: what could not be written is tried again, whoever the folder belonged to before.
+        self._own = own
 
 
 class OwnedWriter(Writer):

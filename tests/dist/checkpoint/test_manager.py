@@ -250,6 +250,16 @@ def test_of_two_runs_in_a_folder_the_one_that_began_last_goes_on(tmp_path: Path,
 
 
 @on_ranks(2)
+def test_a_run_that_could_not_take_the_folder_tries_again(tmp_path: Path, rank: int) -> None:
+    _, model, optimizer = two_saved(tmp_path)
+    new = CheckpointManager(tmp_path)
+    full = mock.patch("flatfsdp.checkpoint.durable.write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(CheckpointError, match="rank 0: No space left on device"):
+        new.save(3, model, optimizer)
+    assert new.save(3, model, optimizer)
+
+
+@on_ranks(2)
 def test_a_later_checkpoint_that_cannot_be_put_aside(tmp_path: Path, rank: int) -> None:
     """Nothing is saved then: the next resume would follow the later one."""
     manager, model, optimizer = two_saved(tmp_path)
