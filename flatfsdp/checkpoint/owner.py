@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -46,15 +47,20 @@ class Owner:
             CheckpointError: if another run has taken it.
             OSError: if the file can be neither read nor written.
         """
-        file = self._folder / FILE
-        if self._own is not None and file.exists():
-            found = file.read_bytes()
-            if found != self._own:
-                raise CheckpointError(
-                    f"{self._folder} belongs to another run now: {found.decode(errors='replace')}; this one "
-                    "saves nothing more there; stop one of the two, or give it a folder of its own"
-                )
-            return
+        found = None
+        if self._own is not None:
+            # Somebody who tidies up may have removed it, and is no run: it is written again.
+            with suppress(FileNotFoundError):
+                found = (self._folder / FILE).read_bytes()
+        if found is None:
+            self._take()
+        elif found != self._own:
+            raise CheckpointError(
+                f"{self._folder} belongs to another run now: {found.decode(errors='replace')}; this one "
+                "saves nothing more there; stop one of the two, or give it a folder of its own"
+            )
+
+    def _take(self) -> None:
         since = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
         name = f"process {os.getpid()} on {socket.gethostname()}, since {since}, {uuid.uuid4().hex}"
         medium, own = medium_of(self._folder), name.encode()

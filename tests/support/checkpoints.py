@@ -103,7 +103,7 @@ def load_form(
     return saved
 
 
-def names(folder: Path | StorePath) -> list[str]:
+def names_in(folder: Path | StorePath) -> list[str]:
     """What is in a run's folder, sorted, beside the file that says whose the folder is."""
     return sorted({path.name for path in folder.iterdir()} - {FILE})
 

@@ -21,7 +21,7 @@ from flatfsdp import shard
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, Writer
 from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.owner import Owner
-from tests.support.checkpoints import equal, full_state, names, step, trained
+from tests.support.checkpoints import equal, full_state, names_in, step, trained
 from tests.support.programs import run_program
 from tests.support.ranks import on_ranks
 
@@ -44,6 +44,18 @@ def held() -> Iterator[threading.Event]:
 
     with mock.patch.object(Writer, "write_data", late):
         yield may_write
+
+
+@contextmanager
+def second_in_flight(folder: Path) -> Iterator[tuple[CheckpointManager, threading.Event]]:
+    """A manager that keeps one step, has saved step 1, and waits for the event in its save of step 2."""
+    model, optimizer = trained(1)
+    manager = CheckpointManager(folder, keep=1, async_save=True)
+    assert manager.save(1, model, optimizer)
+    manager.wait()
+    with held() as may_write:
+        assert manager.save(2, model, optimizer)
+        yield manager, may_write
 
 
 @contextmanager
@@ -130,7 +142,7 @@ def test_an_error_is_raised_by_the_next_call_on_all_ranks(tmp_path: Path, rank: 
         manager.wait()
     assert manager.resume(model, optimizer) == (3, {})
     dist.barrier()
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
     # Of what only one rank's thread knows, too.
     alone = mock.patch.object(CheckpointManager, "_remove_older", side_effect=RuntimeError("alone"))
     with alone if rank == 1 else nullcontext():
@@ -152,34 +164,24 @@ def test_what_load_would_refuse_is_refused_at_once(tmp_path: Path, rank: int) ->
 @on_ranks(2)
 def test_a_save_does_not_end_in_a_folder_that_another_run_has_taken(tmp_path: Path, rank: int) -> None:
     """The other one may be saving the same step."""
-    model, optimizer = trained(1)
-    manager = CheckpointManager(tmp_path, keep=1, async_save=True)
-    assert manager.save(1, model, optimizer)
-    manager.wait()
-    with held() as may_write:
-        assert manager.save(2, model, optimizer)
+    with second_in_flight(tmp_path) as (manager, may_write):
         if rank == 0:
             Owner(tmp_path).require()
         may_write.set()
         with pytest.raises(CheckpointError, match=r"of step 2 has failed .* belongs to another run now"):
             manager.wait()
-    assert CheckpointManager(tmp_path).resume(model, optimizer) == (1, {})
+    assert CheckpointManager(tmp_path).resume(*trained(1)) == (1, {})
 
 
 @on_ranks(2)
 def test_older_ones_are_removed_after_the_commit(tmp_path: Path, rank: int) -> None:
-    model, optimizer = trained(1)
-    manager = CheckpointManager(tmp_path, keep=1, async_save=True)
-    assert manager.save(1, model, optimizer)
-    manager.wait()
-    with held() as may_write:
-        assert manager.save(2, model, optimizer)
+    with second_in_flight(tmp_path) as (manager, may_write):
         assert (manager.path(1) / ".metadata").exists()
         may_write.set()
         # No call has to come for that.
         manager._background.join()
     dist.barrier()
-    assert names(tmp_path) == ["step-00000002"]
+    assert names_in(tmp_path) == ["step-00000002"]
     manager.wait()
 
 
@@ -260,4 +262,4 @@ def test_a_process_ends_while_a_save_is_in_flight(tmp_path: Path, how: str) -> N
     model = shard(torch.nn.Linear(8, 8))
     found = CheckpointManager(tmp_path).resume(model)
     assert found is not None and found.step == expected
-    assert names(tmp_path) == ["program.py", f"step-0000000{expected}", "writes-0", "writes-1"]
+    assert names_in(tmp_path) == ["program.py", f"step-0000000{expected}", "writes-0", "writes-1"]

@@ -22,7 +22,7 @@ from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheck
 from flatfsdp.checkpoint.manager import largest_magnitudes
 from flatfsdp.checkpoint.manifest import data_prefix
 from flatfsdp.checkpoint.owner import FILE
-from tests.support.checkpoints import equal, full_state, names, step, trained
+from tests.support.checkpoints import equal, full_state, names_in, step, trained
 from tests.support.ranks import on_ranks
 
 
@@ -54,7 +54,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
         step(model, optimizer, number)
         assert manager.save(number, model, optimizer, {"number": number})
         states[number] = copy.deepcopy(full_state(model, optimizer))
-    assert names(manager.folder) == ["step-00000003", "step-00000004"]
+    assert names_in(manager.folder) == ["step-00000003", "step-00000004"]
 
     model, optimizer = trained(1, seed=1)
     assert manager.resume(model, optimizer) == (4, {"number": 4})
@@ -75,7 +75,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
     assert len(said) == (rank == 0)
     assert equal(full_state(model, optimizer), states[3])
     dist.barrier()
-    assert names(manager.folder) == ["damaged-step-00000004", "step-00000003"]
+    assert names_in(manager.folder) == ["damaged-step-00000004", "step-00000003"]
     # As if the damaged one had never been.
     step(model, optimizer, 4)
     assert equal(full_state(model, optimizer), states[4])
@@ -96,7 +96,7 @@ def test_only_damaged_ones_raise(tmp_path: Path, rank: int) -> None:
     ):
         manager.resume(model, optimizer)
     assert equal(full_state(model, optimizer), before)
-    assert names(manager.folder) == ["step-00000001", "step-00000002"]
+    assert names_in(manager.folder) == ["step-00000001", "step-00000002"]
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str, text: str) -> 
                 optimizer.state[parameter]["exp_avg_sq"][2] = float("inf")
     with warning(rank, f"step 2 is not saved: {text}"):
         assert not manager.save(2, model, optimizer)
-    assert names(tmp_path) == ["step-00000001"]
+    assert names_in(tmp_path) == ["step-00000001"]
 
 
 class Masked(torch.nn.Module):
@@ -195,12 +195,12 @@ def test_a_run_that_was_rolled_back_goes_on_from_what_it_saved_last(tmp_path: Pa
         assert CheckpointManager(tmp_path).resume(model, optimizer) == (150, {})
     assert equal(full_state(model, optimizer), expected)
     dist.barrier()
-    assert names(tmp_path) == [*aside, "step-00000100", "step-00000150"]
+    assert names_in(tmp_path) == [*aside, "step-00000100", "step-00000150"]
     # What is put aside can be loaded, and the next of the same step does not replace it.
     load(tmp_path / aside[0], model, optimizer)
     assert manager.save(200, model, optimizer)
     assert manager.save(151, model, optimizer)
-    assert names(tmp_path)[:2] == [aside[0], f"{aside[0]}.2"]
+    assert names_in(tmp_path)[:2] == [aside[0], f"{aside[0]}.2"]
     load(tmp_path / aside[0], model, optimizer)
 
 
@@ -221,7 +221,7 @@ def test_a_new_run_in_the_folder_of_an_old_one(tmp_path: Path, rank: int) -> Non
     assert equal(full_state(model, optimizer), expected)
     dist.barrier()
     asides = ["abandoned-step-00000100", "abandoned-step-00000200"]
-    assert names(tmp_path) == [*asides, "step-00000020", "step-00000030"]
+    assert names_in(tmp_path) == [*asides, "step-00000020", "step-00000030"]
 
 
 @on_ranks(2)
@@ -235,11 +235,11 @@ def test_of_two_runs_in_a_folder_the_one_that_began_last_goes_on(tmp_path: Path,
     with warning(rank, "later steps than 2"):
         assert new.save(2, model, optimizer)
     dist.barrier()
-    kept = names(tmp_path)
+    kept = names_in(tmp_path)
     whose = rf"belongs to another run now: process \d+ on {re.escape(socket.gethostname())}, since 20"
     with pytest.raises(CheckpointError, match=whose):
         old.save(4, model, optimizer)
-    assert names(tmp_path) == kept
+    assert names_in(tmp_path) == kept
     assert new.save(3, model, optimizer)
     dist.barrier()
     # Whoever tidies up by hand stops nobody.
@@ -266,7 +266,7 @@ def test_a_later_checkpoint_that_cannot_be_put_aside(tmp_path: Path, rank: int) 
     refusal = mock.patch.object(Path, "rename", side_effect=PermissionError(13, "Permission denied"))
     with refusal, pytest.raises(CheckpointError, match="rank 0: Permission denied"):
         manager.save(1, model, optimizer)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 @on_ranks(2)
@@ -287,9 +287,9 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path: Path, rank: int
         assert manager.save(3, model, optimizer)
         assert manager.resume(model, optimizer) == (3, {})
     dist.barrier()
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000003"]
+    assert names_in(tmp_path / "run") == ["step-00000002", "step-00000003"]
     load(elsewhere / "whole", model, optimizer)
-    assert all(names(elsewhere / name) for name in ("removed-step-00000000", "step-00000007"))
+    assert all(names_in(elsewhere / name) for name in ("removed-step-00000000", "step-00000007"))
 
 
 @on_ranks(2)
@@ -300,7 +300,7 @@ def test_ranks_with_different_folders(tmp_path: Path, rank: int) -> None:
         manager.resume(model, optimizer)
     with pytest.raises(ValueError, match="ranks were given different paths"):
         manager.save(1, model, optimizer)
-    assert names(tmp_path) == ["1"] and names(tmp_path / "1") == ["step-00000001", "step-00000002"]
+    assert names_in(tmp_path) == ["1"] and names_in(tmp_path / "1") == ["step-00000001", "step-00000002"]
 
 
 def test_a_run_needs_a_checkpoint(tmp_path: Path) -> None:
@@ -318,9 +318,9 @@ def test_removal_that_was_stopped_leaves_no_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         manager.save(2, model, optimizer)
     monkeypatch.undo()
-    assert names(tmp_path) == ["removed-step-00000001", "step-00000002"]
+    assert names_in(tmp_path) == ["removed-step-00000001", "step-00000002"]
     assert manager.resume(model, optimizer) == (2, {})
-    assert names(tmp_path) == ["step-00000002"]
+    assert names_in(tmp_path) == ["step-00000002"]
 
 
 def _stop(path: Path) -> None:
@@ -345,8 +345,8 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, rank: int) -> None:
     assert (rank == 0) == ("has lost its .metadata" in said and "step-00000009 is no checkpoint" in said)
     dist.barrier()
     kept = ["damaged-step-00000002", "step-00000001", "step-00000009", "step-00000010"]
-    assert names(tmp_path) == kept
-    assert names(tmp_path / "step-00000009") == ["model.pth"]
+    assert names_in(tmp_path) == kept
+    assert names_in(tmp_path / "step-00000009") == ["model.pth"]
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, Reader, Writer
-from tests.support.checkpoints import names
+from tests.support.checkpoints import names_in
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
 
@@ -71,12 +71,12 @@ def test_ranks_with_different_paths_are_told_so(tmp_path: Path, rank: int) -> No
     dist.barrier()
     before = run.digest()
     # Which of them exists, and whether both do, makes no difference.
-    for folders in (("one", "missing"), ("missing", "one"), ("one", "other")):
-        told = rf"ranks were given different paths: rank 0 .*/{folders[0]}, rank 1 .*/{folders[1]}; pass one"
+    for names in (("one", "missing"), ("missing", "one"), ("one", "other")):
+        told = rf"ranks were given different paths: rank 0 .*/{names[0]}, rank 1 .*/{names[1]}; pass one"
         with pytest.raises(ValueError, match=told):
-            checkpoint.load(tmp_path / folders[rank], run.model, run.optimizer)
+            checkpoint.load(tmp_path / names[rank], run.model, run.optimizer)
         with pytest.raises(ValueError, match=told):
-            checkpoint.save(tmp_path / folders[rank], run.model, run.optimizer, overwrite=True)
+            checkpoint.save(tmp_path / names[rank], run.model, run.optimizer, overwrite=True)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         checkpoint.load(tmp_path / "missing", run.model, run.optimizer)
     assert run.digest() == before
@@ -105,4 +105,4 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, rank: int) -> None:
         with pytest.raises(CheckpointError, match="which rank 0 does not see; save to storage that all"):
             checkpoint.save("another", run.model)
         dist.barrier()
-        assert names(manager.folder) == ["step-00000001"]
+        assert names_in(manager.folder) == ["step-00000001"]

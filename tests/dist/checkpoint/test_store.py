@@ -23,7 +23,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
 from flatfsdp.checkpoint.store import place
-from tests.support.checkpoints import equal, full_state, names, trained
+from tests.support.checkpoints import equal, full_state, names_in, trained
 from tests.support.faults.training import Run, left_behind
 from tests.support.ranks import on_ranks
 
@@ -130,7 +130,7 @@ def test_a_fault_at_each_operation(fault: str, first: int, second: int) -> None:
         found.append(other.digest())
         manager = CheckpointManager(URL, keep=1)
         manager.save(4, other.model, other.optimizer)
-        kept = [name for name in names(manager.folder) if not name.startswith("abandoned-")]
+        kept = [name for name in names_in(manager.folder) if not name.startswith("abandoned-")]
         assert kept == ["step-00000004"] and left_behind(manager.path(4)) == []
     assert set(found) == {old, new} and found[-1] == new
     if fault == "kill":
@@ -187,7 +187,7 @@ def test_a_run_in_a_store(tmp_path: Path, rank: int) -> None:
         assert manager.resume(other, resumed) == (2, {"number": 2})
     assert equal(full_state(other, resumed), expected)
     dist.barrier()
-    assert names(manager.folder) == ["damaged-step-00000003", "step-00000002"]
+    assert names_in(manager.folder) == ["damaged-step-00000003", "step-00000002"]
     dist.barrier()
     # A save removes the rests of earlier ones, too.
     (manager.path(1) / f"__{rank}_0123456789ab_0.distcp").write_bytes(b"of a save that was killed")

@@ -26,6 +26,7 @@ from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntro
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from tests.support.checkpoints import names_in
 from tests.support.ecosystem.launched import launched
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -203,8 +204,7 @@ def saved_in_background(name: str, _: pytest.CaptureFixture[str]) -> None:
 
         names = {"model": model, "optimizer": optimizer, "train_one_step": train_one_step, "steps": 25}
         run(BLOCKS[name], CheckpointManager=checkpoint.CheckpointManager, **names)
-        names_of_steps = {each.name for each in Path("out/run").glob("step-*")}
-        assert names_of_steps == {"step-00000010", "step-00000020"}
+        assert names_in(Path("out/run")) == ["step-00000010", "step-00000020"]
 
 
 def kept_by_a_path_of_its_own(name: str, _: pytest.CaptureFixture[str]) -> None:

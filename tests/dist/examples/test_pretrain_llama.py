@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from examples.timeline import load_spans, overlap_of
-from tests.support.checkpoints import names
+from tests.support.checkpoints import names_in
 from tests.support.programs import TORCHRUN, Program, run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
         for figure in ("loss", "grad_norm"):
             assert after[figure] == before[figure], (figure, after["step"])
     assert all(step["tokens_per_s"] > 0 and step["peak_gib"] > 0 for step in resumed)
-    assert names(older.parent) == ["step-00000004", "step-00000006"]
+    assert names_in(older.parent) == ["step-00000004", "step-00000006"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     spans, title = load_spans(tmp_path / "step.json")
     assert "send/recv" in [track.kind for track in overlap_of(spans).tracks]

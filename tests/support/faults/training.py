@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint
 from flatfsdp.checkpoint.manifest import METADATA
 from flatfsdp.checkpoint.opening import open_checkpoint
-from flatfsdp.checkpoint.owner import FILE
 from flatfsdp.checkpoint.store import Place, place
 from flatfsdp.comm.ranks import ALONE
-from tests.support.checkpoints import full_state
+from tests.support.checkpoints import full_state, names_in
 from tests.support.faults import objects
 
 
@@ -217,13 +216,12 @@ def _save_after_rollback(run: Run, folder: Path) -> None:
 
 def _left_of_rollback(folder: Path) -> list[str]:
     newest = max(path.name for path in folder.glob("step-*"))
-    names = {path.name for path in folder.iterdir()} - {FILE}
-    others = [name for name in names if not name.startswith(("step-", "abandoned-step-"))]
+    others = [name for name in names_in(folder) if not name.startswith(("step-", "abandoned-step-"))]
     return others + left_behind(folder / newest)
 
 
 def _left_of_run(folder: Place) -> list[str]:
-    names = {path.name for path in folder.iterdir()} - {FILE}
+    names = set(names_in(folder))
     newest = max(name for name in names if name.startswith("step-"))
     damaged = {name for name in names if name.startswith("damaged-step-")}
     return sorted(names - {newest} - damaged) + left_behind(folder / newest)
