@@ -89,6 +89,6 @@ def policy(flag: bool, reshard: bool) -> dict[str, Any]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Names each failure as it comes: a run may be cut off before its summary."""
+    """Prints each failure as it comes: a run may be cut off before its summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid}", flush=True)
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
