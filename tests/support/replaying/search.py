@@ -1,7 +1,7 @@
 """Random trainings, eager and replayed: the same bits, whatever happens between their steps.
 
-CI runs some of them (`dist/engine/test_replayed.py`), on a tape, and `gpu/test_replayed_at_random.py` runs 200
-on GPUs.  For more:
+CI runs some of them (`dist/engine/test_replayed.py`), on a tape; `gpu/test_replayed_at_random.py` runs 200 on
+GPUs.  For more:
 
     python -m tests.support.replaying --examples 200 --seed 1
 """
