@@ -5,17 +5,23 @@ A run is a model, a precision, a number of lanes, a number of ranks, a way to sh
 differ only in ranks, sharding and the option are compared with the one on a single rank: losses, whole
 gradients of each step before clipping, parameters, buffers (with FP8 scales) and optimizer state.  A hybrid
 mesh adds lanes in blocks, and is compared with a single rank that adds them so, too.
+
+With one microbatch in each lane, weights in FP32 are also compared with those of the plain program: one
+process, PyTorch's loop, nothing sharded, and nothing clipped, as PyTorch adds up norms in another order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import Enum
-from itertools import combinations, groupby, product
+from itertools import combinations, groupby, islice, product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, progress_bar, publish
@@ -24,10 +30,15 @@ from lib.hf_training import hf_job
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp import Lanes
 from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
+from flatfsdp.contract.any_model import loss_of
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.parity.any_model import ModelJob
+from flatfsdp.parity.loop import train
 from flatfsdp.parity.world import Spread, verify_world
 from flatfsdp.training.choices import PrecisionName
 from flatfsdp.training.jobs import Configuration, Settings, gpt_job
@@ -74,6 +85,11 @@ class Run(NamedTuple):
         return self[:4]
 
     @property
+    def first(self) -> Run:
+        """The run that it is compared with, on one rank."""
+        return Run(*self.group, 1, Sharded.zero3, True)
+
+    @property
     def pairs(self) -> set[Any]:
         """Pairs of values of different kinds that occur in it."""
         values = self.model, self.precision, self.lanes, (self.lanes, self.ranks), self.sharded, self.flag
@@ -93,12 +109,13 @@ class Run(NamedTuple):
 def possible(
     models: tuple[Model, ...], precisions: tuple[PrecisionName, ...], most_ranks: int
 ) -> Iterator[Run]:
-    """Yields all runs on several ranks that there could be."""
+    """Yields all runs that there could be, but for those that others are compared with."""
     for model, precision, lanes, sharded, flag in product(models, precisions, RANKS, Sharded, (True, False)):
         is_hybrid = sharded is Sharded.hybrid
-        for ranks in (4,) if is_hybrid else RANKS[lanes][1:]:
-            if ranks <= most_ranks:
-                yield Run(model, precision, lanes, 2 if is_hybrid else 1, ranks, sharded, flag)
+        for ranks in (4,) if is_hybrid else RANKS[lanes]:
+            run = Run(model, precision, lanes, 2 if is_hybrid else 1, ranks, sharded, flag)
+            if ranks <= most_ranks and run != run.first:
+                yield run
 
 
 def covering(
@@ -113,8 +130,8 @@ def covering(
         best = max(candidates, key=lambda run: len(run.pairs & missing))
         chosen.append(best)
         missing -= best.pairs
-    firsts = {Run(*run.group, 1, Sharded.zero3, True) for run in chosen}
-    return sorted(firsts.union(chosen), key=lambda run: (*run.group, run.ranks))
+    firsts = {run.first for run in chosen}
+    return sorted(firsts.union(chosen), key=lambda run: (*run.group, run not in firsts, *run[4:]))
 
 
 def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dict[str, Any]]:
@@ -151,6 +168,52 @@ def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dic
     return rows
 
 
+def run_plain(rank: Rank, plan: tuple[tuple[Model, ...], int, Settings[GPTConfig]]) -> list[dict[str, Any]]:
+    """Compares with the plain program, on all numbers of ranks; returns a row for each."""
+    models, most_ranks, settings = plan
+    how, sampler = Configuration(None, PrecisionName.fp32), settings.sampler()
+    worlds = sorted({ranks for of_lanes in RANKS.values() for ranks in of_lanes if ranks <= most_ranks})
+    # Made by all ranks, also those that take no part.
+    meshes = {
+        world: (
+            DeviceMesh(rank.device.type, range(world), mesh_dim_names=("shard",)),
+            dist.new_group(range(world)),
+        )
+        for world in worlds
+    }
+    rows: list[dict[str, Any]] = []
+    for model, (lanes, of_lanes) in product(models, RANKS.items()):
+        make = hf_job if model is Model.hf_llama else gpt_job
+        job = replace(make(replace(settings, microbatches=lanes), how, sampler, rank), max_norm=math.inf)
+        expected = plain_weights(job, rank.device) if rank.index == 0 else {}
+        for world in of_lanes:
+            if rank.index >= world or world not in meshes:
+                continue
+            mesh, group = meshes[world]
+            shared = replace(job, options={**job.options, "lanes": lanes, "mesh": mesh})
+            spread = Run(model, how.precision, lanes, 1, world, Sharded.zero3, True).spread()
+            trained = train(shared.trainee, spread.sharding, replace(rank, world=world, group=group))
+            found = trained.model.state_dict()
+            places = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+            row = {"model": model.value, "lanes": lanes, "ranks": world, "differences": places}
+            rows.append({**row, "final_loss_hex": trained.summary.final_loss_hex})
+    return rows
+
+
+def plain_weights(job: ModelJob, device: torch.device) -> dict[str, Tensor]:
+    """The weights that PyTorch alone trains, in one process."""
+    model = job.built().to(device)
+    optimizer = job.optimizer(model.parameters(), lr=job.lr)
+    batches = iter(job.batches(0, 1))
+    for _ in range(job.steps):
+        for batch in islice(batches, job.microbatches):
+            on_device = [each.to(device) for each in batch]
+            ((job.loss or loss_of)(model, on_device) / job.microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
 def in_words(lanes: int, block: int) -> str:
     """Names the lanes of a group."""
     return f"{lanes} lanes" + (f" in blocks of {block}" if block > 1 else "")
@@ -161,7 +224,7 @@ def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["precision"], row["lanes"], row["block"]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
     columns = ("model", "precision", "lanes", "runs", "on ranks", "final loss", "equal")
     table = Table(*columns, title_justify="left")
     for (model, precision, lanes, block), of_group in groupby(rows, key=group_of):
@@ -180,6 +243,14 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         for place in row["differences"]:
             print(f"{row['model']}, {row['precision']}, {row['ranks']} ranks, {row['sharded']}: {place}")
+    if plain:
+        differ = [row for row in plain if row["differences"]]
+        print(
+            f"With one microbatch in each lane, in FP32: {len(plain)} runs, of which {len(differ)} have other"
+            " weights than the plain program"
+        )
+        for row in differ:
+            print(f"{row['model']}, {row['lanes']} lanes, {row['ranks']} ranks: {row['differences'][0]}")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -243,19 +314,22 @@ def main(
     settings = Settings(GPTConfig(layers, hidden, heads, seq), batch=2, steps=steps)
     launch = replace(launch_of(max(run.ranks for run in runs), device), deterministic=True)
     rows = run_on_ranks(run_all, (runs, settings), launch)
+    plain: list[dict[str, Any]] = []
+    if PrecisionName.fp32 in (precision or PRECISIONS):
+        plain = run_on_ranks(run_plain, (tuple(model or Model), most_ranks, settings), launch)
     if not is_main():
         return
     kind = "cuda" if launch.use_cuda() else "cpu"
-    payload = {"environment": environment(kind), "settings": asdict(settings), "rows": rows}
+    payload = {"environment": environment(kind), "settings": asdict(settings), "rows": rows, "plain": plain}
     publish(
         payload,
         out,
         f"world-size-{kind}",
         draw=lambda path: draw(rows, path),
-        show=lambda: show(rows),
+        show=lambda: show(rows, plain),
         as_json=as_json,
     )
-    raise typer.Exit(int(any(row["differences"] for row in rows)))
+    raise typer.Exit(int(any(row["differences"] for row in (*rows, *plain))))
 
 
 if __name__ == "__main__":

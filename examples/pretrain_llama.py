@@ -18,7 +18,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -199,6 +199,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
 
 @app.command()
 def main(
+    context: typer.Context,
     preset: command_options.OfModel = "tiny",
     config: command_options.Config = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
@@ -295,9 +296,9 @@ def main(
     except (ModuleNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     device = start_ranks(on, deterministic, local_path(out) / "flights" if flight_recorder else None)
-    ending = ExitStack()
     if memory_snapshot:
-        ending.enter_context(recorded_memory(local_path(out) / f"memory-{dist.get_rank()}.pickle", device))
+        # Until the command ends, also by an error.
+        context.with_resource(recorded_memory(local_path(out) / f"memory-{dist.get_rank()}.pickle", device))
     mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     model = LlamaPipeline(
         sizes,
@@ -405,7 +406,7 @@ def main(
     with raising_on_all(model.stages[0]):
         logs = open_logs(log_to if dist.get_rank() == 0 else (), out, settings, first=first + 1)
     for log in logs:
-        ending.callback(log.close)
+        context.call_on_close(log.close)
     metrics = Metrics(
         device,
         flops_per_token=flops_per_token(sizes),
@@ -414,7 +415,7 @@ def main(
     )
     report = Report(as_json, first, steps, logs)
     report.title(f"{mesh}, {data or 'the Python standard library'}", metrics, mesh.table())
-    with ending, report.bar, checkpoints:
+    with report.bar, checkpoints:
         for step in range(first, steps):
             is_drawn = trace and report.is_main and step == min(first + 2, steps - 1)
             run = traced if is_drawn else train

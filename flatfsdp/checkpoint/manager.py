@@ -8,7 +8,7 @@ Next: `examples/pretrain_llama.py` saves and resumes with it.
     removed-step-00000100      the rest of an interrupted removal
     damaged-step-00000100      a damaged checkpoint, put aside for inspection
     abandoned-step-00000100    one that this run, saving an earlier step, did not go on from
-    owner.txt                  the process that saves here, see `owner.py`
+    _owner.txt                 the process that saves here, see `owner.py`
 
 In an object store nothing is called removed-step: of a removal, as of a save, a step without `.metadata` is
 left.

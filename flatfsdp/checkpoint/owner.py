@@ -2,7 +2,7 @@
 
 In:   the folder of a run.
 Out:  a file in it that names the process that saves there; an error in any other.
-Next: `manager.py` asks before each save, and its writer before the end of it.
+Next: `manager.py` and `FlatTrainer` ask before each save, and their writer before the end of it.
 
 A job that was started again may not be alone: a host that was lost can come back, and ranks outlive a
 launcher that was killed.  A lock would not help, since a dead host never gives it back.  So whoever begins
@@ -26,7 +26,8 @@ from flatfsdp.checkpoint.media import medium_of
 from flatfsdp.checkpoint.store import Place
 from flatfsdp.checkpoint.writer import Writer
 
-FILE = "owner.txt"
+FILE = "_owner.txt"
+"""What begins so stays here when transformers' Trainer uploads the folder of a run."""
 
 
 class Owner:

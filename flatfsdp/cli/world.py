@@ -23,7 +23,7 @@ from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parity import Parity
 from flatfsdp.parity.any_model import ModelJob
 from flatfsdp.parity.switches import Sharding
-from flatfsdp.parity.world import Spread, verify_world
+from flatfsdp.parity.world import LEAST_LANES_OF_SELF_TEST, Spread, verify_world
 from flatfsdp.profiling.step_time import environment
 from flatfsdp.training.choices import PrecisionName, Strategy
 from flatfsdp.training.jobs import Configuration, Settings, check_sizes, gpt_job
@@ -106,7 +106,14 @@ def world_plan(
         raise ValueError(f"--world is {world!r}; it takes numbers of ranks, such as 1,2,4") from None
     if len(worlds) < 2 or min(worlds) < 1:
         raise ValueError(f"--world is {world!r}; it takes two numbers of ranks or more, such as 1,2,4")
-    of_step = Lanes(lcm(*worlds) if lanes is None else lanes)
+    least = LEAST_LANES_OF_SELF_TEST if "self_test" in given else 1
+    if lanes is None:
+        lanes = lcm(*worlds) * -(-least // lcm(*worlds))
+    elif lanes < least:
+        raise ValueError(
+            f"--lanes is {lanes}, and --self-test needs {least}: two have one sum, whichever comes first"
+        )
+    of_step = Lanes(lanes)
     if any(of_step.number % ranks for ranks in worlds):
         raise ValueError(f"--lanes is {of_step.number}, which {worlds} ranks do not all divide")
     if "microbatches" not in given:

@@ -39,7 +39,7 @@ class ModelJob:
         optimizer: class of the optimizer, or a function of parameters and `lr`.
         options: further options of `flatfsdp.shard`.
         interrupts: do other things between steps, see `Interruptions`.
-        swaps: with lanes, two microbatches of a step that change places, which has to be noticed.
+        swaps: two lanes of a step that change places, which has to be noticed.
     """
 
     build_model: BuildModel
@@ -133,8 +133,10 @@ class ModelJob:
         numbers: list[int] = model.microbatch_numbers(self.microbatches)
         if self.swaps is None:
             return numbers
+        length = self.microbatches // model.fsdp_state.policy.lanes.number
         changed = dict(zip(self.swaps, reversed(self.swaps), strict=True))
-        return [changed.get(number, number) for number in numbers]
+        places = (divmod(number, length) for number in numbers)
+        return [changed.get(lane, lane) * length + place for lane, place in places]
 
     def _batches_of(self, numbers: Sequence[int]) -> Iterator[Any]:
         """Yields the batches of these microbatches of each step, out of those that one rank would have."""

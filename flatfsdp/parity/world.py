@@ -24,6 +24,9 @@ from flatfsdp.parity.loop import OnStep, RunSummary, ignore, train
 from flatfsdp.parity.switches import Sharding
 from flatfsdp.parity.verify import Comparison
 
+LEAST_LANES_OF_SELF_TEST = 3
+"""Two numbers have one sum, whichever comes first."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -71,11 +74,14 @@ def verify_world(
         One row for each way after the first.
 
     Raises:
-        ValueError: if the lanes cannot be spread in one of the ways.
+        ValueError: if the lanes cannot be spread in one of the ways; for a self test with fewer than three.
     """
-    # Lanes after the first two: a sum of two does not tell which came first.
-    length = job.microbatches // lanes.number
-    swaps = (length, 2 * length) if self_test else None
+    if self_test and lanes.number < LEAST_LANES_OF_SELF_TEST:
+        raise ValueError(
+            f"a self test exchanges the second lane and the third, and there are {lanes.number}; take "
+            f"{LEAST_LANES_OF_SELF_TEST} lanes or more"
+        )
+    swaps = (1, 2) if self_test else None
     meshes: dict[tuple[int, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}
     first: _Found | None = None
     for index, spread in enumerate(spreads):

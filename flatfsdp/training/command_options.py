@@ -56,7 +56,7 @@ OfPipeline = Annotated[ScheduleName, typer.Option("--schedule", help="Schedule o
 StagesPerRank = Annotated[int, typer.Option(min=2, help="Stages on each rank, with --schedule interleaved.")]
 DPShard = Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")]
 DPReplicate = Annotated[
-    int, typer.Option(help="Replicas of each set of shards; -1, beside --dp-shard: all the others.")
+    int, typer.Option(help="Replicas of each set of shards (HSDP); -1, beside --dp-shard: all others.")
 ]
 Zero = Annotated[int, typer.Option(min=2, max=3, help="3 reshards parameters after forward.")]
 OfReductions = Annotated[

@@ -13,17 +13,19 @@ from tests.support.programs import run_benchmark
 pytest.importorskip("transformers")
 
 
-def test_eight_runs_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+def test_runs_have_the_bits_of_one_rank_and_of_the_plain_program(tmp_path: Path) -> None:
     sizes = ("--steps", "2", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16")
-    which = ("--model", "gpt", "--precision", "fp8-delayed", "--most-ranks", "2")
+    which = ("--model", "gpt", "--precision", "fp32", "--precision", "fp8-delayed", "--most-ranks", "2")
     name, payload, printed = run_benchmark("world_size", tmp_path, *which, *sizes)
     rows = payload["rows"]
     assert name == "world-size-cpu" and len(rows) >= 8
     assert all(not row["differences"] for row in rows) and "yes" in printed
+    assert {(row["lanes"], row["ranks"]) for row in payload["plain"]} == {(12, 1), (12, 2), (8, 1), (8, 2)}
+    assert "4 runs, of which 0 have other weights than the plain program" in printed
     assert {row["sharded"] for row in rows} == {"dp", "zero2", "zero3"}
-    for _, alike in groupby(rows, key=lambda row: (row["lanes"], row["block"])):
+    for _, alike in groupby(rows, key=lambda row: (row["precision"], row["lanes"], row["block"])):
         of_group = list(alike)
-        assert of_group[0]["ranks"] == 1 < of_group[1]["ranks"]
+        assert of_group[0]["ranks"] == 1 < of_group[-1]["ranks"]
         assert len({(row["final_loss_hex"], row["grad_norm_hex"]) for row in of_group}) == 1
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from flatfsdp import by_class, checkpoint, microbatches, register_forward_method, shard
+from flatfsdp.optim import AdamW
 from tests.support.ranks import on_ranks
 
 L = pytest.importorskip("lightning", reason="needs Lightning")
@@ -166,22 +167,43 @@ def test_replicas_of_shard_groups_that_reduce_in_every_microbatch(
     assert (module.fsdp_state.grid.replicate.size, module.fsdp_state.grid.shard.size) == (2, 2)
 
 
+class Fused(Program):
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["not clipped", "clipped"])
 @on_ranks(2)
-def test_the_callback_logs_figures_of_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_the_callback_logs_figures_of_all_ranks(
+    rank: int, world_size: int, tmp_path: Path, clip: float | None
+) -> None:
     found: list[dict[str, float]] = []
+    norms: list[float] = []
 
     class Notes(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            norms.append(float(torch.stack([p.grad.norm() for p in module.parameters()]).norm()))
+
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             figures = {key: float(value) for key, value in trainer.callback_metrics.items()}
             if "tokens_per_s" in figures and figures not in found:
                 found.append(figures)
 
-    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "max_epochs": 2}
+    options = {
+        "accumulate_grad_batches": 2,
+        "log_every_n_steps": 2,
+        "max_epochs": 2,
+        "gradient_clip_val": clip,
+    }
     callbacks = [MetricsCallback(torch.numel, flops_per_token=1e6), Notes()]
     run = trainer(rank, world_size, tmp_path, FlatFSDPStrategy(), callbacks=callbacks, **options)
-    run.fit(Program(), data(), data(1))
+    run.fit(Fused(), data(), data(1))
     # Six batches of a rank are three steps, and there are two epochs.
     assert len(found) >= 2 and "data_s" not in found[0]
+    # What the optimizer finds after the Trainer's clipping is no norm of the step.
+    assert ("grad_norm" in found[0]) is (clip is None)
+    if clip is None:
+        assert found[0]["grad_norm"] == pytest.approx(norms[1], rel=1e-4)
     for figures in found:
         expected = figures["tokens_per_s"] * 1e6 / 1e12 / world_size
         assert figures["tflops_per_rank"] == pytest.approx(expected, rel=1e-4)

@@ -21,11 +21,12 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flatfsdp import Options, Precision, shard
-from flatfsdp.checkpoint import Writer
+from flatfsdp.checkpoint import CheckpointError, Writer
 from flatfsdp.compat.transformers import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.assertions import assert_raises
+from tests.support.checkpoints import names_in
 from tests.support.ecosystem.families import FAMILIES, VOCAB, adapted, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.faults.operations import watched
@@ -256,7 +257,7 @@ def test_the_old_or_the_new_is_there_wherever_a_save_is_killed(
             assert Path(path, "rng_state.pth").exists()
         found.append(digests.index(again.digest()))
         save(folder)
-        left = [path.name for path in folder.iterdir() if not path.name.startswith("unfinished-")]
+        left = [name for name in names_in(folder) if not name.startswith("unfinished-")]
         assert left == [f"checkpoint-{1 if same_step else 2}"]
         assert len(list(folder.rglob("*.distcp"))) == 1 + len(
             list(folder.glob("unfinished-*/flatfsdp/*.distcp"))
@@ -328,8 +329,25 @@ def test_a_checkpoint_that_a_kill_left_is_skipped(rank: int, world_size: int, tm
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 6 and not same(resumed.model.state_dict(), expected)
         # It is not in the way of others, which it would outlive as the one of the highest number.
-        found = sorted(path.name for path in tmp_path.iterdir())
-        assert found == ["checkpoint-6", "unfinished-checkpoint-4", "unfinished-checkpoint-9"]
+        assert names_in(tmp_path) == ["checkpoint-6", "unfinished-checkpoint-4", "unfinished-checkpoint-9"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@on_ranks(2)
+def test_of_two_runs_in_one_folder_the_one_that_began_last_goes_on(
+    rank: int, world_size: int, tmp_path: Path, async_save: bool
+) -> None:
+    """Ranks that outlive their launcher would put aside what the run that was started again is saving."""
+    with launched(rank, world_size):
+        options, flat = arguments(tmp_path, save_strategy="epoch"), flat_arguments(async_save=async_save)
+        old, new = (flat_trainer(FAMILIES["Llama"].build(), options, flat=flat) for _ in range(2))
+        old.train()
+        new.train()
+        kept = names_in(tmp_path)
+        with pytest.raises(CheckpointError, match="belongs to another run now"):
+            old._save_checkpoint(old.model, None)
+        assert names_in(tmp_path) == kept
+        new._save_checkpoint(new.model, None)
 
 
 @on_ranks(2)

@@ -362,7 +362,8 @@ class MetricsCallback(pytorch.Callback):
 
         trainer = Trainer(callbacks=[MetricsCallback(tokens=torch.numel)], strategy=FlatFSDPStrategy(...))
 
-    Validation does not count, and waiting for data is not told apart; `Trainer(profiler="simple")` does.
+    With FlatFSDP's optimizers the gradient norm is among them, unless the Trainer clips.  Validation does not
+    count, and waiting for data is not told apart; `Trainer(profiler="simple")` does.
 
     Args:
         tokens: tells the number of tokens in a batch of one rank.
@@ -390,7 +391,10 @@ class MetricsCallback(pytorch.Callback):
         """Counts the batch, and logs after a step."""
         self._metrics.count(self._tokens(batch))
         if trainer.global_step >= self._logged + trainer.log_every_n_steps:
-            self._logged, figures = trainer.global_step, self._metrics.report()
+            # After the Trainer's clipping it would be the norm of what is left.
+            is_whole = not trainer.gradient_clip_val
+            norm = getattr(trainer.optimizers[0], "grad_norm", None) if is_whole else None
+            self._logged, figures = trainer.global_step, self._metrics.report(grad_norm=norm)
             known = {name: value for name, value in figures.items() if value is not None}
             module.log_dict({name: value for name, value in known.items() if not name.startswith("data_")})
 

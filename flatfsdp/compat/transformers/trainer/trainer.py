@@ -35,6 +35,8 @@ from transformers.trainer_utils import rotate_checkpoints
 import flatfsdp.optim
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.background import BackgroundSave
+from flatfsdp.checkpoint.owner import OwnedWriter, Owner
+from flatfsdp.checkpoint.saving import write
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
@@ -113,6 +115,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         self._left = 0
         self._lane_step: StepInLanes | None = None
         self._background = BackgroundSave() if self._flat.async_save else None
+        self._owners: dict[Path, Owner] = {}
         super().__init__(*args, **options)
 
     # ---- what surrounds the model -----------------------------------------------------------------------
@@ -352,10 +355,13 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         """Saves as `Trainer` does; an earlier checkpoint of this step stays whole until the new one is."""
         with self._figures.paused():
             self._wait_for_save()
-            run = local_path(self._get_output_dir(trial))
+            world, device = world_of(self.model)
+            run = path_of_all_ranks(self._get_output_dir(trial), [world], device)
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            owner = self._owners.setdefault(run, Owner(run))
             with raising_on_all(self.model):
                 if self.args.should_save:
+                    owner.require()
                     begin_save(run, folder)
             if self._background is None or self.args.save_only_model:
                 super()._save_checkpoint(model, trial)
@@ -380,9 +386,13 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
                 end_save(folder)
 
         assert self._background is not None
-        writer = checkpoint.Writer(folder / STATE, extra=self._extra, overwrite=True)
         state = checkpoint.sharded_training_state(self.model, plain_optimizer(self.optimizer))
-        self._background.start(f"step {self.state.global_step}", writer, state, self.model, remove_others)
+        step = f"step {self.state.global_step}"
+        self._background.start(step, self._writer(folder), state, self.model, remove_others)
+
+    def _writer(self, folder: Path) -> OwnedWriter:
+        """Writes the shards of a checkpoint of the run whose folder it is in."""
+        return OwnedWriter(self._owners[folder.parent], folder / STATE, extra=self._extra, overwrite=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes files for `from_pretrained`; of a PEFT model its adapters.  Collective over all ranks."""
@@ -409,15 +419,14 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = Path(output_dir) / STATE
+        folder = Path(output_dir)
         if self._background is None:
-            optimizer = plain_optimizer(self.optimizer)
-            checkpoint.save(folder, self.model, optimizer, extra=self._extra, overwrite=True)
+            write(self._writer(folder), self.model, plain_optimizer(self.optimizer))
         elif self.args.should_save:
             # Without anything in it the checkpoint is not whole, see `is_whole`.
-            folder.mkdir(exist_ok=True)
+            (folder / STATE).mkdir(exist_ok=True)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def _save_rng_state(self, output_dir: str) -> None:
         with raising_on_all(self.model):
