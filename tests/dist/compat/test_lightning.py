@@ -21,8 +21,9 @@ from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.against_plain import assert_equal
 from tests.support.assertions import assert_raises
+from tests.support.lanes import differing
 from tests.support.models import Trace, grads_of, same, same_trace, update
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 lightning = pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
 
@@ -121,6 +122,36 @@ def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
     for by_hand in (False, True):
         found = train_with_fabric(start(rank, world_size), build(grad_sync="every"), by_hand=by_hand)
         assert same_trace(found, often) == dict.fromkeys(Trace._fields, True), by_hand
+
+
+LANES = 4
+"""With one microbatch each."""
+
+
+def train_in_lanes(rank: int, world_size: int, folder: Path, steps: range) -> dict[str, Tensor]:
+    """Trains these steps, from a checkpoint unless they are the first, and saves; returns whole weights."""
+    fabric, flat = start(rank, world_size), build(lanes=LANES)
+    model, optimizer = fabric.setup(flat, adamw(flat))
+    state = {"model": model, "optimizer": optimizer}
+    if steps.start:
+        fabric.load(folder / str(steps.start), state)
+    for step in steps:
+        batches = [batches_of(step, number)[0] for number in flat.microbatch_numbers(LANES)]
+        for batch in microbatches(model, batches):
+            fabric.backward(loss_of(model, batch) / LANES)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        update(optimizer)
+    fabric.save(folder / str(steps.stop), state)
+    return flat.state_dict()
+
+
+def test_with_lanes_a_run_goes_on_with_its_bits_on_another_number_of_ranks(tmp_path: Path) -> None:
+    expected, *_ = run_ranks(1, train_in_lanes, tmp_path / "whole", range(4))
+    for before, after in ((2, 1), (1, 4)):
+        folder = tmp_path / f"{before} and {after}"
+        run_ranks(before, train_in_lanes, folder, range(2))
+        found, *_ = run_ranks(after, train_in_lanes, folder, range(2, 4))
+        assert not differing(found, expected)
 
 
 @on_ranks(4)
