@@ -13,7 +13,7 @@ process, PyTorch's loop, nothing sharded, and nothing clipped, as PyTorch adds u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from enum import Enum
 from itertools import combinations, groupby, islice, product
@@ -37,6 +37,7 @@ from flatfsdp import Lanes
 from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.contract.any_model import loss_of
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.models.text import Sampler
 from flatfsdp.parity.any_model import ModelJob
 from flatfsdp.parity.loop import train
 from flatfsdp.parity.world import Spread, verify_world
@@ -49,6 +50,11 @@ class Model(str, Enum):
 
     gpt = "gpt"
     hf_llama = "hf-llama"
+
+    @property
+    def job(self) -> Callable[[Settings[GPTConfig], Configuration, Sampler, Rank], ModelJob]:
+        """Makes its job."""
+        return hf_job if self is Model.hf_llama else gpt_job
 
 
 class Sharded(str, Enum):
@@ -144,8 +150,7 @@ def run_all(rank: Rank, plan: tuple[list[Run], Settings[GPTConfig]]) -> list[dic
             model, precision, lanes, block = group
             alike = list(of_group)
             of_job = replace(settings, microbatches=PER_LANE * lanes)
-            make = hf_job if model is Model.hf_llama else gpt_job
-            job = replace(make(of_job, Configuration(None, precision), sampler, rank), max_norm=0.1)
+            job = replace(model.job(of_job, Configuration(None, precision), sampler, rank), max_norm=0.1)
             name = f"{model.value}, {precision.value}, {in_words(lanes, block)}"
             task = bar.add_task(name, total=len(alike) * settings.steps)
             spreads = [run.spread() for run in alike]
@@ -182,21 +187,24 @@ def run_plain(rank: Rank, plan: tuple[tuple[Model, ...], int, Settings[GPTConfig
         for world in worlds
     }
     rows: list[dict[str, Any]] = []
-    for model, (lanes, of_lanes) in product(models, RANKS.items()):
-        make = hf_job if model is Model.hf_llama else gpt_job
-        job = replace(make(replace(settings, microbatches=lanes), how, sampler, rank), max_norm=math.inf)
-        expected = plain_weights(job, rank.device) if rank.index == 0 else {}
-        for world in of_lanes:
-            if rank.index >= world or world not in meshes:
-                continue
-            mesh, group = meshes[world]
-            shared = replace(job, options={**job.options, "lanes": lanes, "mesh": mesh})
-            spread = Run(model, how.precision, lanes, 1, world, Sharded.zero3, True).spread()
-            trained = train(shared.trainee, spread.sharding, replace(rank, world=world, group=group))
-            found = trained.model.state_dict()
-            places = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-            row = {"model": model.value, "lanes": lanes, "ranks": world, "differences": places}
-            rows.append({**row, "final_loss_hex": trained.summary.final_loss_hex})
+    with progress_bar(visible=rank.index == 0) as bar:
+        for model, (lanes, of_lanes) in product(models, RANKS.items()):
+            of_job = replace(settings, microbatches=lanes)
+            job = replace(model.job(of_job, how, sampler, rank), max_norm=math.inf)
+            expected = plain_weights(job, rank.device) if rank.index == 0 else {}
+            task = bar.add_task(f"{model.value}, {in_words(lanes, 1)}, beside the plain program", total=None)
+            for world in bar.track([each for each in of_lanes if each in meshes], task_id=task):
+                if rank.index >= world:
+                    continue
+                mesh, group = meshes[world]
+                shared = replace(job, options={**job.options, "lanes": lanes, "mesh": mesh})
+                spread = Run(model, how.precision, lanes, 1, world, Sharded.zero3, True).spread()
+                trained = train(shared.trainee, spread.sharding, replace(rank, world=world, group=group))
+                found = trained.model.state_dict()
+                places = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+                loss = trained.summary.final_loss_hex
+                values = {"model": model.value, "lanes": lanes, "ranks": world}
+                rows.append({**values, "differences": places, "final_loss_hex": loss})
     return rows
 
 

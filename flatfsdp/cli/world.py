@@ -108,7 +108,9 @@ def world_plan(
         raise ValueError(f"--world is {world!r}; it takes two numbers of ranks or more, such as 1,2,4")
     least = LEAST_LANES_OF_SELF_TEST if "self_test" in given else 1
     if lanes is None:
-        lanes = lcm(*worlds) * -(-least // lcm(*worlds))
+        # The least multiple of all numbers of ranks that is enough.
+        common = lcm(*worlds)
+        lanes = common * -(-least // common)
     elif lanes < least:
         raise ValueError(
             f"--lanes is {lanes}, and --self-test needs {least}: two have one sum, whichever comes first"

@@ -81,6 +81,7 @@ def verify_world(
             f"a self test exchanges the second lane and the third, and there are {lanes.number}; take "
             f"{LEAST_LANES_OF_SELF_TEST} lanes or more"
         )
+    # Not the first two: their sum has the same bits in either order.
     swaps = (1, 2) if self_test else None
     meshes: dict[tuple[int, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}
     first: _Found | None = None

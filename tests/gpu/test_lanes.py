@@ -17,18 +17,18 @@ from flatfsdp.parity.any_model import ModelJob
 from flatfsdp.parity.switches import Sharding
 from flatfsdp.parity.world import Spread, verify_world
 from tests.support.gpu.marks import NEEDS_GPU
-from tests.support.gpu.models import SMALL
+from tests.support.gpu.models import SMALL, tokens
 from tests.support.models import repeatable
 from tests.support.ranks import on_ranks
 
 pytestmark = NEEDS_GPU
 
 
+STEPS, MICROBATCHES = 8, 4
+
+
 def batches(rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    while True:
-        tokens = torch.randint(0, SMALL.vocab, (2, SMALL.seq), generator=generator)
-        yield tokens, tokens
+    return ((each, each) for each in tokens(SMALL, rank, STEPS * MICROBATCHES))
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -45,8 +45,8 @@ def test_two_ranks_have_the_bits_of_one(rank: int, world_size: int, lanes: int, 
         Spread("2 ranks, replayed", graphs, 2),
         Spread("2 ranks, ZeRO-2, replayed", replace(graphs, reshard=False), 2),
     ]
-    job = ModelJob(partial(GPT, SMALL), batches, by_class(Block), steps=8, microbatches=4)
+    job = ModelJob(partial(GPT, SMALL), batches, by_class(Block), steps=STEPS, microbatches=MICROBATCHES)
     here = Rank(rank, world_size, torch.device("cuda", torch.cuda.current_device()))
     rows = list(verify_world(job, Lanes(lanes), spreads, here))
     assert [line for row in rows for line in row.lines()] == []
-    assert len(rows) == 4 and len({*rows[0].on.losses}) == 8
+    assert len(rows) == 4 and len({*rows[0].on.losses}) == STEPS

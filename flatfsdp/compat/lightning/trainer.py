@@ -392,8 +392,8 @@ class MetricsCallback(pytorch.Callback):
         self._metrics.count(self._tokens(batch))
         if trainer.global_step >= self._logged + trainer.log_every_n_steps:
             # After the Trainer's clipping it would be the norm of what is left.
-            is_whole = not trainer.gradient_clip_val
-            norm = getattr(trainer.optimizers[0], "grad_norm", None) if is_whole else None
+            is_clipped = trainer.gradient_clip_val
+            norm = None if is_clipped else getattr(trainer.optimizers[0], "grad_norm", None)
             self._logged, figures = trainer.global_step, self._metrics.report(grad_norm=norm)
             known = {name: value for name, value in figures.items() if value is not None}
             module.log_dict({name: value for name, value in known.items() if not name.startswith("data_")})

@@ -358,6 +358,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
             world, device = world_of(self.model)
             run = path_of_all_ranks(self._get_output_dir(trial), [world], device)
             folder = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            # One for each folder: `output_dir` may be another one in the next training.
             owner = self._owners.setdefault(run, Owner(run))
             with raising_on_all(self.model):
                 if self.args.should_save:
