@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 
 from flatfsdp.cli.verify import Plan, Row
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.launch import Device, Launch, under_torchrun
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.models import LlamaConfig
@@ -37,7 +38,13 @@ def all_rows() -> list[Configuration]:
 
     Rows that free parameters have unfused weight gradients; rows that keep them have fused ones.
     """
-    return [*_rows_for_2(), *_rows_for_4(), *_rows_for_8(), *_rows_that_reduce_often()]
+    return [
+        *_rows_for_2(),
+        *_rows_for_4(),
+        *_rows_for_8(),
+        *_rows_that_reduce_often(),
+        *_rows_with_lanes(),
+    ]
 
 
 def _rows_for_2() -> Iterable[Configuration]:
@@ -96,6 +103,21 @@ def _rows_that_reduce_often() -> Iterable[Configuration]:
     yield every(dp_tp, FP8)
     yield every(replace(shards, dp_replicate=2), BF16)
     yield every(replace(dp_tp, pp=2), PrecisionName.fp8_weights)
+
+
+def _rows_with_lanes() -> Iterable[Configuration]:
+    """Rows that have the bits of one rank; all of them data parallel, as lanes are."""
+    for ranks in (2, 4, 8):
+        # Two lanes a rank, so that each adds up several, and a self test finds three to exchange.
+        on = partial(Configuration, lanes=Lanes(2 * ranks))
+        shards = Parallelism(dp_shard=ranks)
+        yield on(shards, FP32, Strategy.zero2, Fusion.off)
+        yield on(shards, BF16)
+        yield on(shards, FP8, Strategy.zero2)
+        yield on(shards, PrecisionName.fp8_weights)
+        if ranks > 2:
+            half = ranks // 2
+            yield on(Parallelism(dp_replicate=2, dp_shard=half), FP8, lanes=Lanes(2 * ranks, block=half))
 
 
 def matrix_plan(device: Device, ranks: int | None, given: dict[str, Any]) -> Plan:

@@ -31,6 +31,10 @@ def table(parity: Parity) -> Table:
         result.add_column(heading, justify="right", no_wrap=True)
     for kind in (*KINDS, "loss falls"):
         result.add_column(kind.replace(" ", "\n"))
+    has_lanes = any(row.same_as_one_rank is not None for row in parity.rows)
+    if has_lanes:
+        result.add_column("same\nas one\nrank")
+    words = {True: "[green]yes", False: "[bold red]NO", None: "-"}
     for row in parity.rows:
         runs = (row.off, row.on)
         result.add_row(
@@ -41,6 +45,7 @@ def table(parity: Parity) -> Table:
             "\n".join(f"{run.local_bytes:.2f}" for run in runs),
             *("[bold red]DIFFER" if places else "[green]equal" for places in row.differences.values()),
             "yes" if row.on.falling else "no",
+            *([words[row.same_as_one_rank]] if has_lanes else []),
             end_section=row is not parity.rows[-1],
         )
     return result
@@ -58,8 +63,10 @@ def verdict_lines(parity: Parity) -> list[str]:
             f"each of {options['microbatches']} microbatches in {options['lanes']} lanes."
         ]
     worlds = " and ".join(str(environment["world_size"]) for environment in parity.about["environments"])
+    one_rank = sum(row.same_as_one_rank is not None for row in parity.rows)
+    beside = f" ({one_rank} beside one rank)" if one_rank else ""
     return [
-        f"On equals off, bit for bit: {len(parity.rows)} configurations on {worlds} ranks, "
+        f"On equals off, bit for bit: {len(parity.rows)} comparisons{beside} on {worlds} ranks, "
         f"{options['steps']} steps of {options['microbatches']} microbatches each."
     ]
 

@@ -19,11 +19,19 @@ from flatfsdp.comm.launch import Launch, Rank, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.parallel import make_mesh
 from flatfsdp.parity import Parity, Switch, verify
-from flatfsdp.parity.loop import MakeTrainee
-from flatfsdp.parity.verify import compare
+from flatfsdp.parity.verify import Comparison, compare
+from flatfsdp.parity.world import Spread, verify_world
 from flatfsdp.profiling.step_time import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.jobs import Configuration, Settings, check_ranks, check_sizes, gpt_job, llama
+from flatfsdp.training.jobs import (
+    Configuration,
+    Settings,
+    check_ranks,
+    check_sizes,
+    gpt_job,
+    llama,
+    llama_job,
+)
 
 OWN_SWITCHES = tuple(switch for switch in Switch if switch is not Switch.reshard)
 """Switches of the built-in GPT, for which `Strategy` has two rows instead of `reshard`."""
@@ -47,7 +55,23 @@ class Row:
         if how.parallelism is None:
             check_sizes(self.settings, how.precision, interrupts=self.switch is Switch.replay)
         else:
-            check_ranks(self.settings, how.parallelism, how.schedule)
+            check_ranks(self.settings, how)
+
+    def ends(self) -> Sequence[str]:
+        """Names of the runs that are compared."""
+        spreads = () if self.configuration.lanes is None else self.spreads()
+        return [spread.name for spread in spreads] or self.switch.ends
+
+    def spreads(self) -> list[Spread]:
+        """The runs of a row with lanes: one on a single rank, and with the switch off and on those on all."""
+        how = self.configuration
+        assert how.parallelism is not None
+        off, on = self.switch.applied(how.sharding)
+        others = [
+            Spread(f"{self.ranks} ranks, {end}", sharding, self.ranks, how.parallelism.dp_replicate)
+            for end, sharding in zip(self.switch.ends, (off, on), strict=True)
+        ]
+        return [Spread("1 rank", on, 1), *others]
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,8 @@ class Plan:
     def empty_report(self) -> Parity:
         """The report before any row has run."""
         options = {**asdict(self.rows[0].settings), "self_test": self.self_test}
-        return Parity([], self.left_out, {"environments": [], "options": options})
+        not_run = [row.configuration.name for row in self.rows]
+        return Parity([], self.left_out, {"environments": [], "options": options, "not_run": not_run})
 
 
 def gpt_plan(
@@ -146,33 +171,31 @@ def rows_on_rank(rank: Rank, payload: tuple[Plan, Parity, Path | None]) -> Parit
     # Data take long to read, and communicators to create.
     sampler_of, mesh_of = cache(Settings.sampler), cache(make_mesh)
 
-    def maker_of(row: Row) -> MakeTrainee:
+    def compared(row: Row, **options: Any) -> list[Comparison]:
         settings, how, shared = row.settings, row.configuration, row.configuration.parallelism
         sampler = sampler_of(settings)
+        if how.lanes is not None:
+            job = llama_job(settings, how, sampler)
+            return [*verify_world(job, how.lanes, row.spreads(), rank, **options)]
         if shared is None:
-            return gpt_job(settings, how, sampler, rank, interrupts=row.switch is Switch.replay).trainee
-        return partial(llama, settings, shared, how.schedule, sampler, mesh_of(**shared.sizes))
+            job = gpt_job(settings, how, sampler, rank, interrupts=row.switch is Switch.replay)
+            return [compare(job.trainee, row.switch, how.sharding, rank, **options)]
+        make = partial(llama, settings, shared, how.schedule, sampler, mesh_of(**shared.sizes))
+        return [compare(make, row.switch, how.sharding, rank, **options)]
 
+    not_run = parity.about["not_run"]
     for row in plan.rows:
         if row.ranks != rank.world:
             continue
-        how, visible = row.configuration, rank.index == 0
-        label = f"{len(parity.rows) + 1} of {len(plan.rows)}  {how.name}: {' / '.join(row.switch.ends)}"
+        how, visible, ends = row.configuration, rank.index == 0, row.ends()
+        label = f"{len(plan.rows) - len(not_run) + 1} of {len(plan.rows)}  {how.name}: {' / '.join(ends)}"
         of_how = {"precision": how.precision.value, "strategy": how.strategy.value, "fusion": how.wgrad}
         about = {"name": how.name, "ranks": row.ranks, **of_how, "grad_sync": how.sync}
-        with StepBar(label, 2 * row.settings.steps, visible) as bar:
-            found = compare(
-                maker_of(row),
-                row.switch,
-                how.sharding,
-                rank,
-                self_test=plan.self_test,
-                on_step=bar.show,
-                about=about,
-            )
-            bar.conclude(found.equal)
-        parity.rows.append(found)
-        parity.about["not_run"] = [later.configuration.name for later in plan.rows[len(parity.rows) :]]
+        with StepBar(label, len(ends) * row.settings.steps, visible) as bar:
+            found = compared(row, self_test=plan.self_test, on_step=bar.show, about=about)
+            bar.conclude(all(comparison.equal for comparison in found))
+        parity.rows.extend(found)
+        not_run.remove(how.name)
         if file is not None and visible:
             file.write_text(parity.json() + "\n")
     return parity

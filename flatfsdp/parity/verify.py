@@ -43,6 +43,8 @@ class Comparison:
         differences: for each kind of evidence, the first difference on each rank that has one: the step, the
             unit, and the element of a parameter.
         about: what distinguishes the row from others besides the switch: its `name`, and further facts.
+        same_as_one_rank: whether the second run has the bits of the first, which had one rank; None if it had
+            as many ranks as the second.
     """
 
     switch: str
@@ -51,6 +53,7 @@ class Comparison:
     on: RunSummary
     differences: dict[str, list[str]]
     about: dict[str, Any] = field(default_factory=dict)
+    same_as_one_rank: bool | None = None
 
     @property
     def name(self) -> str:

@@ -103,7 +103,8 @@ def verify_world(
             notes = {kind: first_difference(first.evidence[kind], found.evidence[kind]) for kind in KINDS}
             differences = {kind: [] if note is None else [note] for kind, note in notes.items()}
             ends = spreads[0].name, spread.name
-            row = Comparison("world", ends, first.summary, found.summary, differences, about or {})
+            same = not any(differences.values()) if spreads[0].ranks == 1 else None
+            row = Comparison("world", ends, first.summary, found.summary, differences, about or {}, same)
         if index:
             yield broadcast_object(row, [Ranks.of(dist.group.WORLD)], rank.device)
 

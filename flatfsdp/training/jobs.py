@@ -1,14 +1,14 @@
 """Trainings of the built-in models: settings, which determine all their numbers, and jobs made of them.
 
 In:   words and numbers of a command line.
-Out:  `Settings` and a `Configuration`; of these a `ModelJob` of a GPT, or a `Trainee` with a Llama.
+Out:  `Settings` and a `Configuration`; of these a `ModelJob`, or a `Trainee` with a Llama in parts.
 Next: `parity/loop.py` trains it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import by_class
+from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
-from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.models import Llama, LlamaConfig, LlamaPipeline
 from flatfsdp.models.gpt import GPT, Block, FusedGPT, GPTConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.models.text import Sampler, load_corpus
@@ -80,6 +81,7 @@ class Configuration:
         fusion: accumulation of weight gradients; only for FlatFSDP's own layers.
         schedule: schedule of the pipeline; no effect without one.
         sync: `grad_sync`.
+        lanes: lanes of a step, for data-parallel ranks of a Llama.
     """
 
     parallelism: Parallelism | None
@@ -88,6 +90,7 @@ class Configuration:
     fusion: Fusion = Fusion.fused
     schedule: ScheduleName = "1f1b"
     sync: GradSync = "last"
+    lanes: Lanes | None = None
 
     @property
     def wgrad(self) -> str:
@@ -100,7 +103,9 @@ class Configuration:
         ranks = self.parallelism
         shared = () if ranks is None else (str(ranks), self.schedule if ranks.pp > 1 else "")
         sync = "grad_sync every" if self.sync == "every" else ""
-        return ", ".join(filter(None, (*shared, self.precision.value, self.strategy.value, self.wgrad, sync)))
+        lanes = "" if self.lanes is None else f"lanes {self.lanes.number}"
+        words = (*shared, self.precision.value, self.strategy.value, self.wgrad, sync, lanes)
+        return ", ".join(filter(None, words))
 
     @property
     def sharding(self) -> Sharding:
@@ -169,13 +174,15 @@ STAGES_PER_RANK = 2
 """With the interleaved schedule."""
 
 
-def check_ranks(settings: Settings[LlamaConfig], ranks: Parallelism, schedule: ScheduleName) -> None:
-    """Checks that these ranks can share the model.
+def check_ranks(settings: Settings[LlamaConfig], configuration: Configuration) -> None:
+    """Checks that the configuration's ranks can share the model.
 
     Raises:
         ValueError: if they cannot.
     """
-    pipeline_stages(settings.model, ranks.pp, schedule, STAGES_PER_RANK)
+    ranks, lanes = configuration.parallelism, configuration.lanes
+    assert ranks is not None
+    pipeline_stages(settings.model, ranks.pp, configuration.schedule, STAGES_PER_RANK)
     shared = {"kv_heads": settings.model.kv_heads}
     if ranks.sequence_parallel:
         shared["seq"] = settings.model.seq
@@ -184,6 +191,34 @@ def check_ranks(settings: Settings[LlamaConfig], ranks: Parallelism, schedule: S
             raise ValueError(f"{name} is {size}, which {ranks.tp} tensor-parallel ranks cannot share equally")
     if settings.microbatches % ranks.pp:
         raise ValueError(f"microbatches is {settings.microbatches}; {ranks.pp} stages need a multiple")
+    if lanes is not None and settings.microbatches * ranks.dp % lanes.number:
+        raise ValueError(
+            f"microbatches is {settings.microbatches}; {lanes.number} lanes on {ranks.dp} ranks need a "
+            f"multiple of {lanes.number // ranks.dp}"
+        )
+
+
+def llama_job(settings: Settings[LlamaConfig], configuration: Configuration, sampler: Sampler) -> ModelJob:
+    """Makes the job of a Llama with lanes, for any number of data-parallel ranks.
+
+    Args:
+        settings: sizes, length and data.
+        configuration: how it is computed and shared.
+        sampler: source of the data.
+    """
+    assert configuration.parallelism is not None
+    total = settings.microbatches * configuration.parallelism.dp
+    of_step = replace(settings, microbatches=total)
+    return ModelJob(
+        partial(Llama, settings.model, seed=settings.seed),
+        lambda index, _: of_step.batches(sampler, index),
+        by_class(TransformerLayer),
+        steps=settings.steps,
+        microbatches=total,
+        lr=settings.lr,
+        optimizer=partial(AdamW, betas=(0.9, 0.95), weight_decay=0.0),
+        seed=settings.seed,
+    )
 
 
 def llama(

@@ -74,6 +74,25 @@ def test_rows_are_equal_and_every_rank_knows_it(
         assert [(found.about, found.differences, found.on.losses) for found in theirs] == verdicts
 
 
+@pytest.mark.parametrize("self_test", [False, True])
+def test_rows_with_lanes_are_compared_with_one_rank(self_test: bool, tmp_path: Path) -> None:
+    chosen = ["--only", "zero2, lanes 4", "--precision", "fp8-delayed", "--steps", "2", "--ranks", "2"]
+    options = [*chosen, "--device", "cpu", "--out", str(tmp_path), *(["--self-test"] if self_test else [])]
+    done = CliRunner().invoke(app, ["verify", "--matrix", *options])
+    assert done.exit_code == int(self_test), done.output
+    report = json.loads((tmp_path / "verify-matrix.json").read_text())
+    ends = [["1 rank", "2 ranks, flag off"], ["1 rank", "2 ranks, flag on"]]
+    assert [row["ends"] for row in report["rows"]] == ends
+    for row in report["rows"]:
+        assert row["name"] == "dp_shard 2, fp8-delayed, zero2, lanes 4"
+        assert row["same_as_one_rank"] is row["equal"] is not self_test
+        # Microbatches of two ranks, of which one rank has done all.
+        assert row["off"]["losses"] == row["on"]["losses"] and len(row["on"]["losses"]) == 2
+    assert report["not_run"] == []
+    answer = "NO" if self_test else "yes"
+    assert sum(answer in line.split() for line in done.output.splitlines()) >= 2
+
+
 def test_the_reference_is_there() -> None:
     names = set(names_of(8))
     for precision in ("bf16", "fp8-delayed"):
