@@ -27,7 +27,13 @@ from flatfsdp.contract.claimed import is_unit
 from flatfsdp.fp8 import DelayedScaling
 from tests.support.assertions import assert_raises
 from tests.support.checkpoints import names_in
-from tests.support.ecosystem.families import FAMILIES, VOCAB, adapted, needs_peft, needs_transformers
+from tests.support.ecosystem.families import (
+    FAMILIES,
+    Text,
+    adapted,
+    needs_peft,
+    needs_transformers,
+)
 from tests.support.ecosystem.launched import launched, trainer_options
 from tests.support.faults.operations import watched
 from tests.support.faults.training import Run
@@ -38,22 +44,6 @@ pytestmark = [
     needs_transformers,
     pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate"),
 ]
-
-SAMPLES = 20
-"""Five microbatches of two per rank: steps of two, two and one."""
-
-
-class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences with ignored labels, a different number in each."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(1, VOCAB, (16,), generator=torch.Generator().manual_seed(index))
-        labels = tokens.clone()
-        labels[: index % 5] = -100
-        return {"input_ids": tokens, "labels": labels}
 
 
 def arguments(folder: Path, kind: str = "TrainingArguments", **options: Any) -> Any:

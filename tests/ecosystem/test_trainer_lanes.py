@@ -15,10 +15,13 @@ from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler
 from flatfsdp import shard
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.compat.transformers import policy_of
-from tests.ecosystem.test_trainer import Text, arguments, flat_arguments, flat_trainer
+from tests.ecosystem.test_trainer import arguments, flat_arguments, flat_trainer
 from tests.support.assertions import assert_raises
-from tests.support.ecosystem.families import FAMILIES, needs_transformers
+from tests.support.ecosystem import elastic_trainer
+from tests.support.ecosystem.families import FAMILIES, Text, needs_transformers
 from tests.support.ecosystem.launched import launched
+from tests.support.hosts import ON_CPUS, lines_of, resumed_after, run_with_a_loss
+from tests.support.programs import run_program
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tape import taped
 
@@ -133,13 +136,15 @@ def test_replayed_microbatches(tmp_path: Path) -> None:
 
 
 def test_a_run_that_loses_a_host_goes_on_with_its_bits(tmp_path: Path) -> None:
-    """Two hosts of two ranks are replicas; one of them is left after a step of the first epoch."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "dp_shard": 2}
-    lanes = Lanes(4, block=2)
-    expected = run_ranks(4, trained, tmp_path / "whole", lanes, "Llama", saving)[0]
-    parts = tmp_path / "parts"
-    run_ranks(4, trained, parts, lanes, "Llama", {**saving, "until": 2})
-    assert_same(run_ranks(2, trained, parts, lanes, "Llama", {**saving, "resumes": True}), expected)
+    module = ("-m", elastic_trainer.__name__)
+    whole = run_program(*module, tmp_path / "whole", ranks=2, **ON_CPUS)
+    assert whole.returncode == 0, whole.stderr
+    *expected, weights = lines_of(whole.stdout)
+    assert [step["step"] for step in expected] == list(range(1, elastic_trainer.STEPS + 1))
+    (*steps, last), _ = run_with_a_loss((*module, tmp_path / "hosts"), step=10)
+    resumed_after([step["step"] for step in steps], elastic_trainer.STEPS, elastic_trainer.SAVE_EVERY)
+    assert [step for step in steps if step != expected[step["step"] - 1]] == []
+    assert last == weights
 
 
 @on_ranks(2)

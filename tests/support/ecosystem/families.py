@@ -159,3 +159,20 @@ def generated(model: Any, prompt: Sequence[int], length: int) -> Tensor:
         do_sample=False,
         pad_token_id=0,
     )
+
+
+SAMPLES = 20
+"""On two ranks five microbatches of two each: steps of two, two and one."""
+
+
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences with ignored labels, a different number in each."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(1, VOCAB, (16,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
