@@ -71,20 +71,6 @@ def require_place(model: Any, device: torch.device, world_size: int, library: st
         raise ValueError(f"the model is data parallel {theirs}; {way_out}")
 
 
-def require_no_lanes(model: Any, library: str) -> None:
-    """Checks that a loop that divides losses for an average over ranks has no model that adds over them.
-
-    Raises:
-        ValueError: if the model has lanes.
-    """
-    if model.fsdp_state.policy.lanes is not None:
-        raise ValueError(
-            f"the model has lanes, whose gradients are added over ranks, and {library} divides losses and "
-            "deals out data for an average; leave lanes out, or train with FlatTrainer, Fabric, or a loop of "
-            "your own over flatfsdp.microbatches(model, batches)"
-        )
-
-
 def require_no_checkpoint_io(plugin: Any, instead: str) -> None:
     """Checks that Lightning was given no plugin to write checkpoints with, which would not be asked.
 

@@ -327,8 +327,6 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
         (Inside(), ValueError, r"blocks\.0\. is sharded already.*leave it to the strategy"),
     ):
         assert_raises(error, message, fit, module)
-    with pytest.raises(ValueError, match=r"has lanes, .* Lightning's Trainer divides losses .* Fabric"):
-        fit(Program(), FlatFSDPStrategy(lanes=2))
     for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
         with pytest.raises(
             NotImplementedError, match=r"averages a copy .* keep an EMA of flatfsdp\.checkpoint\.ema"

@@ -135,13 +135,22 @@ def test_replayed_microbatches(tmp_path: Path) -> None:
     assert_same(run_ranks(4, trained, tmp_path, 4, "Llama", {**options, "replays": True}), expected)
 
 
+def test_replicas_go_on_without_one_of_them(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "dp_shard": 2}
+    lanes = Lanes(4, block=2)
+    expected = run_ranks(4, trained, tmp_path / "whole", lanes, "Llama", saving)[0]
+    parts = tmp_path / "parts"
+    run_ranks(4, trained, parts, lanes, "Llama", {**saving, "until": 2})
+    assert_same(run_ranks(2, trained, parts, lanes, "Llama", {**saving, "resumes": True}), expected)
+
+
 def test_a_run_that_loses_a_host_goes_on_with_its_bits(tmp_path: Path) -> None:
     module = ("-m", elastic_trainer.__name__)
-    whole = run_program(*module, tmp_path / "whole", ranks=2, **ON_CPUS)
+    whole = run_program(*module, tmp_path / "whole", ranks=1, **ON_CPUS)
     assert whole.returncode == 0, whole.stderr
     *expected, weights = lines_of(whole.stdout)
     assert [step["step"] for step in expected] == list(range(1, elastic_trainer.STEPS + 1))
-    (*steps, last), _ = run_with_a_loss((*module, tmp_path / "hosts"), step=10)
+    (*steps, last), _ = run_with_a_loss((*module, tmp_path / "hosts"), step=10, ranks=1)
     resumed_after([step["step"] for step in steps], elastic_trainer.STEPS, elastic_trainer.SAVE_EVERY)
     assert [step for step in steps if step != expected[step["step"] - 1]] == []
     assert last == weights
@@ -171,7 +180,9 @@ def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, 
         assert_raises(ValueError, words, trainer.train)
         args.gradient_accumulation_steps = 4
         trainer.train_dataset = Subset(Text(), range(18))
-        assert_raises(ValueError, "2 are left, .* dataloader_drop_last=True leaves them out", trainer.train)
+        assert_raises(
+            ValueError, "2 are left, .* drop_last=True of the loader leaves them out", trainer.train
+        )
         args.dataloader_drop_last = True
         trainer.train()
         assert trainer.state.global_step == 4

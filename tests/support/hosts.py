@@ -1,4 +1,4 @@
-"""Two torchrun agents on this machine stand for two hosts of two ranks; one of them is lost."""
+"""Two torchrun agents on this machine stand for two hosts; one of them is lost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.support.programs import Program
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def run_with_a_loss(command: Sequence[str | Path], step: int) -> tuple[list[dict[str, Any]], str]:
+def run_with_a_loss(command: Sequence[str | Path], step: int, ranks: int) -> tuple[list[dict[str, Any]], str]:
     """Runs a program on both hosts, kills the one that does not hold the rendezvous, and waits for the other.
 
     Args:
         command: the program, whose first rank prints a line of JSON with "step" for each step.
         step: the host is killed when a line with this step is there.
+        ranks: number of ranks on each host.
 
     Returns:
         All lines that were printed, in their order, of which those after the loss may repeat steps; and
@@ -29,12 +30,12 @@ def run_with_a_loss(command: Sequence[str | Path], step: int) -> tuple[list[dict
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    hosts = [_agent(port, holds_rendezvous, command) for holds_rendezvous in (True, False)]
+    hosts = [_agent(port, holds_rendezvous, ranks, command) for holds_rendezvous in (True, False)]
     try:
         # The first rank is on either of them.
         while f'{{"step": {step},' not in hosts[0].printed()[0] + hosts[1].printed()[0]:
             assert all(host.is_alive() for host in hosts), [host.printed() for host in hosts]
-            time.sleep(0.01)
+            time.sleep(0.05)
         lost = hosts[1].kill()
         left = hosts[0].wait(timeout=120)
     finally:
@@ -67,11 +68,11 @@ def lines_of(printed: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith('{"') and line.endswith("}\n")]
 
 
-def _agent(port: int, holds_rendezvous: bool, command: Sequence[str | Path]) -> Program:
+def _agent(port: int, holds_rendezvous: bool, ranks: int, command: Sequence[str | Path]) -> Program:
     """torchrun as it is started on each host, but for short waits and `is_host`: both are "localhost"."""
     waits = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
     options = (
-        *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+        *("--nnodes", "1:2", "--nproc-per-node", str(ranks), "--max-restarts", "3", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", f"{waits},is_host={int(holds_rendezvous)}"),
     )
     # Without it the ranks that start again read addresses of ranks that have ended.

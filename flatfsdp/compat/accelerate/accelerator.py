@@ -41,7 +41,6 @@ from flatfsdp.compat.training_loops import (
     on_first_rank,
     plain_optimizer,
     replaced,
-    require_no_lanes,
     require_place,
     require_possible,
     shard_as_ddp,
@@ -144,8 +143,13 @@ class FlatAccelerator(Accelerator):
         if is_unit(model):
             way_out = "shard it with this device=, over all ranks, without tp_group"
             require_place(model, self._engine_device, self.num_processes, "Accelerate", way_out)
-            if not evaluation_mode:
-                require_no_lanes(model, "Accelerate")
+            sharded: Any = model
+            if not evaluation_mode and sharded.fsdp_state.policy.lanes is not None:
+                raise ValueError(
+                    "the model has lanes, whose gradients are added over ranks, and Accelerate divides "
+                    "losses and deals out data for an average; leave lanes out, or train with FlatTrainer, "
+                    "Lightning, or a loop of your own over flatfsdp.microbatches(model, batches)"
+                )
             device_placement = False
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared

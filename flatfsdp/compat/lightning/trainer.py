@@ -8,12 +8,13 @@ Next: `training_loops.py` shards, `flatfsdp.checkpoint` saves and loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
@@ -23,11 +24,11 @@ from flatfsdp.checkpoint.ema import EMA
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.checkpoint.saving import sharded_training_state, write
 from flatfsdp.comm.paths import local_path
+from flatfsdp.compat.lightning.in_lanes import StepsInLanes
 from flatfsdp.compat.training_loops import (
     open_folder,
     require_current,
     require_no_checkpoint_io,
-    require_no_lanes,
     require_place,
     shard_as_ddp,
 )
@@ -115,6 +116,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         self._policy, self._overwrite, self._options = policy, overwrite, options
         self.ema: EMA | None = None
         self._gathered = ExitStack()
+        self._lanes: StepsInLanes | None = None
         self._background = BackgroundSave() if async_save else None
         # What is to be removed once the save in flight has ended.
         self._superseded: list[str | Path] = []
@@ -147,8 +149,8 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
         Raises:
             ValueError: if only a part of it is sharded, or the module is on another device or over other
-                ranks; if checkpoints are to be saved to a URL, or by a CheckpointIO; in `fit`, if it has
-                lanes.
+                ranks; if checkpoints are to be saved to a URL, or by a CheckpointIO; in `fit`, if its lanes
+                do not go with the number of ranks or manual optimization.
             TypeError: if it cannot be sharded in place.
             NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
@@ -169,8 +171,10 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         self.model = module = self._module
         way_out = "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)"
         require_place(module, self.root_device, self.world_size, "Lightning", way_out)
+        self._lanes = None
         if trainer.state.fn == "fit":
-            require_no_lanes(module, "Lightning's Trainer")
+            if module.fsdp_state.policy.lanes is not None:
+                self._lanes = StepsInLanes(module, trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -220,8 +224,10 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         super().on_predict_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Frees what `on_predict_start` has gathered."""
+        """Frees what `on_predict_start` has gathered, and ends a step that was interrupted."""
         self._gathered.close()
+        if self._lanes is not None:
+            self._lanes.close()
         super().on_exception(exception)
 
     # ---- training ---------------------------------------------------------------------------------------
@@ -229,8 +235,35 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context in which gradients are accumulated and not reduced."""
-        with self._module.no_sync():
+        # With lanes the engine knows the place of each microbatch.
+        with self._module.no_sync() if self._lanes is None else nullcontext():
             yield
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The Trainer's loader; with lanes, one of training data loads this rank's microbatches in order.
+
+        Raises:
+            ValueError: with lanes, if the data have no order that all ranks know, or lanes cannot have
+                equally many microbatches.
+        """
+        # Lightning does not say whose loader it is, but which loop asks for it.
+        is_training = self.lightning_module.trainer.training
+        return dataloader if self._lanes is None or not is_training else self._lanes.dealt(dataloader)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `training_step`; with lanes, as a microbatch among those of all ranks."""
+        with nullcontext() if self._lanes is None else self._lanes.microbatch():
+            return super().training_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Runs the backward; with lanes, whose gradients are added over ranks, of this rank's share."""
+        if self._lanes is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        found = super().backward(self._lanes.share(closure_loss), optimizer, *args, **kwargs)
+        self._lanes.end_microbatch()
+        return found
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
@@ -267,6 +300,8 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             )
         optimizer = self.optimizers[0] if len(states) > 1 else None
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        if self._lanes is not None:
+            self._lanes.note_ranks(extra)
         path = local_path(self.broadcast(filepath))
         # Hyperparameters of a module may be of any class, and a run should not end for them.
         self._wait_for_save()
@@ -285,8 +320,10 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             self._superseded.append(filepath)
 
     def on_train_end(self) -> None:
-        """Waits for the save in flight."""
+        """Waits for the save in flight, and ends a step that was stopped within."""
         super().on_train_end()
+        if self._lanes is not None:
+            self._lanes.close()
         self._wait_for_save()
 
     def _wait_for_save(self) -> None:
@@ -319,6 +356,8 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             return self._load_file(path, weights_only)
         opened, extra = open_folder(path, module, weights_only)
         optimizer = self.optimizers[0] if self._is_fitting and self.optimizers else None
+        if self._lanes is not None:
+            self._lanes.count_on_these_ranks(extra)
         load_opened(opened, module, optimizer, ema=self.ema if self._is_fitting else None)
         return extra
 

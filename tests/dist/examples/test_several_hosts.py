@@ -36,7 +36,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_bits(tmp_path: Path) -> N
     expected = {step["step"]: figures(step) for step in lines_of(whole.stdout)}
     assert list(expected) == list(range(1, STEPS + 1))
 
-    steps, errors = run_with_a_loss(program(tmp_path / "hosts"), step=12)
+    steps, errors = run_with_a_loss(program(tmp_path / "hosts"), step=12, ranks=2)
     assert "has ended, or left a collective" in errors
     # Steps that were not saved are repeated by the two ranks that are left.
     resumed_after([step["step"] for step in steps], STEPS, SAVE_EVERY)

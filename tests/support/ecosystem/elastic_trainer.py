@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.comm.lanes import Lanes
 from tests.support.ecosystem.families import FAMILIES, Text
 from tests.support.ecosystem.launched import trainer_options
 
@@ -42,7 +41,7 @@ def main(folder: Path) -> None:
         FAMILIES["Llama"].build(),
         transformers.TrainingArguments(output_dir=str(folder), **options),
         train_dataset=Text(),
-        flat=flatfsdp.FlatArguments(dp_shard=2, lanes=Lanes(4, block=2)),
+        flat=flatfsdp.FlatArguments(lanes=4),
         callbacks=[Printed()],
     )
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))

@@ -28,7 +28,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers.trainer import OPTIMIZER_NAME, PREFIX_CHECKPOINT_DIR, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -40,6 +40,7 @@ from flatfsdp.checkpoint.saving import write
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.lanes import Lanes
 from flatfsdp.comm.paths import local_path, path_of_all_ranks
+from flatfsdp.compat.samples_in_lanes import SamplesInLanes
 from flatfsdp.compat.training_loops import (
     on_first_rank,
     plain_optimizer,
@@ -51,7 +52,7 @@ from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
 from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, unsupported
 from flatfsdp.compat.transformers.trainer.flops import FlopsOfTokens
-from flatfsdp.compat.transformers.trainer.in_lanes import SamplesInLanes, StepInLanes
+from flatfsdp.compat.transformers.trainer.in_lanes import StepInLanes
 from flatfsdp.compat.transformers.trainer.whole import STATE, begin_save, end_save, newest_whole, whole_one
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.replay.eager_or_replayed import Replayed, replayed
@@ -200,7 +201,7 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
         loader: Any = super().get_train_dataloader()
         if self._lanes is None:
             return loader
-        batches = getattr(loader, "batch_sampler", None)
+        batches: Any = getattr(loader, "batch_sampler", None)
         # With several ranks Accelerate's own is around it.
         batches = getattr(batches, "batch_sampler", batches)
         if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "sampler"):
@@ -208,8 +209,22 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
                 "with lanes a batch is known by its number over all ranks, for which this data set or its "
                 "loader has no order; take a data set with a length, and the loader of FlatTrainer"
             )
-        grid = self.model.fsdp_state.grid
-        loader.set_sampler(SamplesInLanes(batches, self._lanes, grid, self.args))
+        if not isinstance(batches.sampler, SequentialSampler) and not hasattr(batches.sampler, "set_epoch"):
+            kind = type(batches.sampler).__name__
+            raise ValueError(
+                f"with lanes the order of samples has to be the same on all ranks, and {kind} has no "
+                "set_epoch(), so it may draw random numbers that are each rank's own; give it one"
+            )
+        grid, on_rank = self.model.fsdp_state.grid, self.args.gradient_accumulation_steps
+        if grid.num_ranks != self.args.world_size:
+            raise ValueError(
+                f"the model is data parallel over {grid.num_ranks} of {self.args.world_size} ranks, and "
+                "Trainer gives each of them other data; shard it over all"
+            )
+        option = "gradient_accumulation_steps"
+        # Accelerate makes batches of the samples, and gives each N-th to this rank.
+        samples = SamplesInLanes(batches, on_rank, option, self._lanes, grid, copies=grid.num_ranks)
+        loader.set_sampler(samples)
         return loader
 
     @property
