@@ -95,7 +95,10 @@ def verify(
     device: command_options.OnDevice = Device.auto,
     self_test: Annotated[
         bool,
-        typer.Option("--self-test", help="Damage one bit of one gradient; verify must notice and exit 1."),
+        typer.Option(
+            "--self-test",
+            help="Damage one bit of a gradient, or exchange two lanes; verify must notice and exit 1.",
+        ),
     ] = False,
     matrix: Annotated[
         bool,

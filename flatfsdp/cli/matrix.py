@@ -108,7 +108,7 @@ def _rows_that_reduce_often() -> Iterable[Configuration]:
 def _rows_with_lanes() -> Iterable[Configuration]:
     """Rows that have the bits of one rank; all of them data parallel, as lanes are."""
     for ranks in (2, 4, 8):
-        # Two lanes a rank, so that each adds up several, and a self test finds three to exchange.
+        # Two lanes a rank, so that each adds up several, and there are the three that a self test needs.
         on = partial(Configuration, lanes=Lanes(2 * ranks))
         shards = Parallelism(dp_shard=ranks)
         yield on(shards, FP32, Strategy.zero2, Fusion.off)

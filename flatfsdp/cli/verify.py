@@ -80,7 +80,8 @@ class Plan:
 
     Attributes:
         left_out: names of rows that cannot run here, with the reason.
-        self_test: damage one bit of one gradient in the runs with the switch on, which must be noticed.
+        self_test: damage one bit of one gradient in the runs with the switch on, or with lanes exchange two
+            of them, which must be noticed.
     """
 
     rows: tuple[Row, ...]

@@ -28,7 +28,7 @@ class SamplesInLanes(Sampler[int]):
     Args:
         batches: batches of the samples of all ranks, the same on each: a BatchSampler.
         on_rank: number of microbatches of this rank in a step.
-        option: the name that users give that number.
+        names: what a user of the library calls that number, and samples that are left out at the end.
         lanes: the lanes of a step.
         grid: the ranks of the model.
         copies: how often each microbatch comes in a row, for a library that gives a rank each N-th.
@@ -44,7 +44,7 @@ class SamplesInLanes(Sampler[int]):
         self,
         batches: Any,
         on_rank: int,
-        option: str,
+        names: tuple[str, str],
         lanes: Lanes,
         grid: Grid,
         *,
@@ -57,7 +57,7 @@ class SamplesInLanes(Sampler[int]):
         self._total = ranks * on_rank
         if self._total % lanes.number:
             raise ValueError(
-                f"{option}={on_rank} on {ranks} ranks are {self._total} microbatches a step over "
+                f"{names[0]}={on_rank} on {ranks} ranks are {self._total} microbatches a step over "
                 f"{lanes.number} lanes: each lane has to have equally many; choose it such that {ranks} "
                 f"times its value is a multiple of {lanes.number}"
             )
@@ -66,8 +66,7 @@ class SamplesInLanes(Sampler[int]):
         if rest and not batches.drop_last:
             raise ValueError(
                 f"{samples} samples in microbatches of {self._batch} over {lanes.number} lanes: at the end of"
-                f" an epoch {rest} are left, too few for all lanes; drop_last=True of the loader leaves them "
-                "out"
+                f" an epoch {rest} are left, too few for all lanes; {names[1]} leaves them out"
             )
         self._length = samples - rest
 

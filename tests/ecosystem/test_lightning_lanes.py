@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from flatfsdp import by_class
 from tests.support.assertions import assert_raises
@@ -29,8 +30,8 @@ TOTAL, SAMPLES = 8, 40
 Result = tuple[dict[int, Tensor], dict[str, Tensor]]
 
 
-class WithDropout(Program):
-    """Keeps the gradient's norm of each step."""
+class Recorded(Program):
+    """Keeps the gradient's norms of each step; asks for data early, as schedulers of a known length do."""
 
     def __init__(self, rate: float = 0.05, dropout: float = 0.2) -> None:
         super().__init__(rate)
@@ -43,6 +44,12 @@ class WithDropout(Program):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norms = torch.stack([torch.as_tensor(p.grad.norm()) for p in self.parameters()])
         self.norms[self.trainer.global_step] = norms
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.rate)
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.rate, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 def data(samples: int = SAMPLES, **options: Any) -> DataLoader[Tensor]:
@@ -58,17 +65,19 @@ def fitted(
     total: int = TOTAL,
     dropout: float = 0.2,
     resumes: str | None = None,
+    own_sampler: bool = False,
     **options: Any,
 ) -> Result:
     """Norms of each step, and the whole weights at the end; saves after each step below `folder`.
 
     Args:
         strategy: the Trainer's; a number stands for FlatFSDP with as many lanes.
+        own_sampler: pass the sampler that the Trainer would make, in one loader of training and validation.
     """
     saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     at_ends = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     torch.manual_seed(rank)
-    module = WithDropout(dropout=dropout)
+    module = Recorded(dropout=dropout)
     if isinstance(strategy, int):
         strategy = FlatFSDPStrategy(by_class(nn.Sequential), lanes=strategy)
     run = trainer(
@@ -81,7 +90,9 @@ def fitted(
         callbacks=[saves, at_ends],
         **{"max_epochs": 2, "gradient_clip_val": 0.1, **options},
     )
-    run.fit(module, data(), data(), ckpt_path=None if resumes is None else str(folder / resumes))
+    sampler: Any = DistributedSampler(range(SAMPLES), world_size, rank) if own_sampler else None
+    loader = data(sampler=sampler)
+    run.fit(module, loader, loader, ckpt_path=None if resumes is None else str(folder / resumes))
     return module.norms, module.state_dict()
 
 
@@ -115,45 +126,115 @@ def test_with_one_microbatch_a_lane_they_are_those_of_ddp_on_one_rank(tmp_path: 
         assert [name for name, value in weights.items() if not torch.equal(value, expected[1][name])] == []
 
 
+class Skips(Program):
+    """Has no loss in the last microbatch of a step."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        return None if index % TOTAL == TOTAL - 1 else super().training_step(batch, index)
+
+
+class EndsEarly(Program):
+    """Ends each epoch within a step."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> int | None:
+        return -1 if index == 2 else None
+
+
+class Counts(Program):
+    """Changes its learning rate with every second microbatch of a rank."""
+
+    def configure_optimizers(self) -> Any:
+        [optimizer], [scheduler] = super().configure_optimizers()
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    loader: Any,
+    module: Any = None,
+    lanes: int = 4,
+    resumes: Path | None = None,
+    **options: Any,
+) -> Any:
+    options = {"accumulate_grad_batches": TOTAL // world_size, "max_epochs": 1, **options}
+    run = trainer(rank, world_size, folder, FlatFSDPStrategy(lanes=lanes), **options)
+    run.fit(Program() if module is None else module, loader, ckpt_path=resumes)
+    return run
+
+
 @on_ranks(2)
 def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, tmp_path: Path) -> None:
-    def fit(
-        loader: DataLoader[Tensor],
-        lanes: int = 4,
-        manual: bool = False,
-        resumes: Path | None = None,
-        **options: Any,
-    ) -> None:
-        options = {"accumulate_grad_batches": 4, "max_epochs": 1, **options}
-        run = trainer(rank, world_size, tmp_path, FlatFSDPStrategy(lanes=lanes), **options)
-        run.fit(Program(manual=manual), loader, ckpt_path=resumes)
+    def refused(words: str, loader: Any = None, *args: Any, **options: Any) -> None:
+        loader = data() if loader is None else loader
+        assert_raises(ValueError, words, fit, rank, world_size, tmp_path, loader, *args, **options)
 
-    words = "accumulate_grad_batches=3 on 2 ranks are 6 microbatches a step over 4 lanes"
-    assert_raises(ValueError, words, fit, data(), accumulate_grad_batches=3)
-    assert_raises(ValueError, "36 samples .* an epoch 4 are left, .* drop_last=True", fit, data(36))
-    fit(data(36, drop_last=True))
-    words = "ends an epoch after 2 of the 4 microbatches of a step; .* multiple of accumulate_grad_batches=4"
-    assert_raises(ValueError, words, fit, data(), limit_train_batches=6)
-    schedule = GradientAccumulationScheduler({0: 2})
-    words = "has become 2, .* leave out GradientAccumulationScheduler"
-    once = {"accumulate_grad_batches": 1, "lanes": 2}
-    assert_raises(ValueError, words, fit, data(), callbacks=[schedule], **once)
-    assert_raises(ValueError, "lanes with manual optimization", fit, data(), manual=True, **once)
-    loader = data(sampler=SequentialSampler(range(SAMPLES)))
-    assert_raises(
-        ValueError, "with its own batches and no sampler", fit, loader, use_distributed_sampler=False
+    refused(
+        "accumulate_grad_batches=3 on 2 ranks are 6 microbatches a step over 4 lanes",
+        accumulate_grad_batches=3,
     )
-    fitted(rank, world_size, tmp_path / "saved", 4, max_epochs=1)
-    saved = tmp_path / "saved" / "step=1.ckpt"
-    assert_raises(CheckpointError, "lanes", fit, data(), lanes=2, resumes=saved)
-    fitted(rank, world_size, tmp_path / "without", FlatFSDPStrategy(), max_epochs=1)
-    without = tmp_path / "without" / "step=1.ckpt"
-    assert_raises(ValueError, "saved without lanes, .* begin from its weights", fit, data(), resumes=without)
+    refused("36 samples .* an epoch 4 are left, .* drop_last=True", data(36))
+    fit(rank, world_size, tmp_path, data(36, drop_last=True))
+    for limit in ({"limit_train_batches": 8}, {"overfit_batches": 4}, {"fast_dev_run": 8}):
+        refused("[48] of the 10 batches of an epoch: limit_train_batches, .* take max_steps", **limit)
+    once = {"accumulate_grad_batches": 1, "lanes": 2}
+    schedule = GradientAccumulationScheduler({0: 2})
+    refused("has become 2, .* leave out GradientAccumulationScheduler", callbacks=[schedule], **once)
+    refused("lanes with manual optimization", None, Program(manual=True), **once)
+    sampler = SequentialSampler(range(SAMPLES))
+    refused("with its own batches and no sampler", data(sampler=sampler), use_distributed_sampler=False)
+    refused("lanes with 2 loaders of training data", [data(), data()])
+    refused("scheduler with frequency=2", None, Counts())
+
+
+class SavesWithin(L.Callback):
+    """Saves after three microbatches of a rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 2:
+            trainer.save_checkpoint(self._path)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_other_steps_raises(rank: int, world_size: int, tmp_path: Path) -> None:
+    def refused(error: type[Exception], words: str, **options: Any) -> None:
+        assert_raises(error, words, fit, rank, world_size, tmp_path, data(), **options)
+
+    fitted(rank, world_size, tmp_path / "with", 4, max_epochs=1)
+    saved = tmp_path / "with" / "step=1.ckpt"
+    refused(CheckpointError, "lanes", lanes=2, resumes=saved)
     words = "have 8 microbatches, and accumulate_grad_batches=2 on 2 ranks are 4"
-    assert_raises(ValueError, words, fit, data(), accumulate_grad_batches=2, resumes=saved)
+    refused(ValueError, words, accumulate_grad_batches=2, resumes=saved)
+    fitted(rank, world_size, tmp_path / "without", FlatFSDPStrategy(), max_epochs=1)
+    refused(ValueError, "saved without lanes, .* begin from", resumes=tmp_path / "without" / "step=1.ckpt")
+    fit(rank, world_size, tmp_path, data(), callbacks=[SavesWithin(tmp_path / "within.ckpt")])
+    words = "after 6 microbatches of an epoch, within a step of 8"
+    refused(ValueError, words, resumes=tmp_path / "within.ckpt")
+
+
+def test_steps_that_are_not_whole_raise(tmp_path: Path) -> None:
+    run_ranks(1, incomplete, tmp_path)
+
+
+def incomplete(rank: int, world_size: int, folder: Path) -> None:
+    words = "an optimizer's step 1 backwards before its end"
+    assert_raises(RuntimeError, words, fit, rank, world_size, folder, data(), Skips())
+    # What such a step has accumulated is dropped, and the next epoch begins with a whole one.
+    run = fit(rank, world_size, folder, data(), EndsEarly(), max_epochs=2)
+    assert run.global_step == 0
+
+
+def test_validation_within_an_epoch_changes_nothing(tmp_path: Path) -> None:
+    expected, *_ = run_ranks(1, partial(fitted, max_epochs=1), tmp_path / "1", 4)
+    options = {"max_epochs": 1, "val_check_interval": 3, "own_sampler": True}
+    assert_same(run_ranks(2, partial(fitted, **options), tmp_path / "2", 4), expected)
 
 
 @on_ranks(3)
 def test_three_ranks_raise(rank: int, world_size: int, tmp_path: Path) -> None:
-    run = trainer(rank, world_size, tmp_path, FlatFSDPStrategy(lanes=3))
-    assert_raises(ValueError, "lanes on 3 ranks: .* take 1, 2, 4, 8", run.fit, Program(), data())
+    words = "lanes on 3 ranks: .* take 1, 2, 4, 8"
+    assert_raises(ValueError, words, fit, rank, world_size, tmp_path, data(), lanes=3)

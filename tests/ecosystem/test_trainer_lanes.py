@@ -20,7 +20,7 @@ from tests.support.assertions import assert_raises
 from tests.support.ecosystem import elastic_trainer
 from tests.support.ecosystem.families import FAMILIES, Text, needs_transformers
 from tests.support.ecosystem.launched import launched
-from tests.support.hosts import ON_CPUS, lines_of, resumed_after, run_with_a_loss
+from tests.support.hosts import ON_CPUS, lines_of, require_resumed, run_with_a_loss
 from tests.support.programs import run_program
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tape import taped
@@ -150,8 +150,10 @@ def test_a_run_that_loses_a_host_goes_on_with_its_bits(tmp_path: Path) -> None:
     assert whole.returncode == 0, whole.stderr
     *expected, weights = lines_of(whole.stdout)
     assert [step["step"] for step in expected] == list(range(1, elastic_trainer.STEPS + 1))
-    (*steps, last), _ = run_with_a_loss((*module, tmp_path / "hosts"), step=10, ranks=1)
-    resumed_after([step["step"] for step in steps], elastic_trainer.STEPS, elastic_trainer.SAVE_EVERY)
+    (*steps, last), errors = run_with_a_loss((*module, tmp_path / "hosts"), step=10, ranks=1)
+    # Accelerate's collectives have no message of their own.
+    assert "has ended, or left a collective" in errors or "Connection closed by peer" in errors, errors
+    require_resumed([step["step"] for step in steps], elastic_trainer.STEPS, elastic_trainer.SAVE_EVERY)
     assert [step for step in steps if step != expected[step["step"] - 1]] == []
     assert last == weights
 
@@ -180,9 +182,7 @@ def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, 
         assert_raises(ValueError, words, trainer.train)
         args.gradient_accumulation_steps = 4
         trainer.train_dataset = Subset(Text(), range(18))
-        assert_raises(
-            ValueError, "2 are left, .* drop_last=True of the loader leaves them out", trainer.train
-        )
+        assert_raises(ValueError, "2 are left, .* dataloader_drop_last=True leaves them out", trainer.train)
         args.dataloader_drop_last = True
         trainer.train()
         assert trainer.state.global_step == 4

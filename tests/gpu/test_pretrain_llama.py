@@ -54,9 +54,10 @@ def run(folder: Path, text: str, ranks: int) -> Any:
 @one_gpu_each(2)
 def test_the_flight_recorder_names_what_one_rank_waits_for(world_size: int, tmp_path: Path) -> None:
     done = run(tmp_path, HANGS, world_size)
-    written = {file.name: pickle.loads(file.read_bytes()) for file in (tmp_path / "left").iterdir()}
-    assert "rank-0" in written, done.stderr
-    last = written["rank-0"]["entries"][-1]
+    # Rank 1 may be ended while it writes its own.
+    file = tmp_path / "left" / "rank-0"
+    assert file.exists(), done.stderr
+    last = pickle.loads(file.read_bytes())["entries"][-1]
     assert (last["profiling_name"], last["input_sizes"]) == ("nccl:_all_gather_base", [[7]])
     assert last["state"] != "completed"
 

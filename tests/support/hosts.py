@@ -45,8 +45,8 @@ def run_with_a_loss(command: Sequence[str | Path], step: int, ranks: int) -> tup
     return lines_of(lost) + lines_of(left.stdout), left.stderr
 
 
-def resumed_after(steps: Sequence[int], count: int, save_every: int) -> int:
-    """Checks that steps go on from a checkpoint once, and that none is left out; returns its step.
+def require_resumed(steps: Sequence[int], count: int, save_every: int) -> None:
+    """Checks that steps go on from a checkpoint once, and that none is left out.
 
     Args:
         steps: numbers of the steps that were printed.
@@ -59,7 +59,6 @@ def resumed_after(steps: Sequence[int], count: int, save_every: int) -> int:
     # A step is reported before it is saved, and the host may be lost in between.
     assert resumed in (newest, ended - save_every), (steps, ended)
     assert list(steps[ended:]) == list(range(resumed + 1, count + 1))
-    return resumed
 
 
 def lines_of(printed: str) -> list[dict[str, Any]]:

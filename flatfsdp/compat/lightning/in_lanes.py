@@ -8,8 +8,9 @@ Next: `trainer.py` asks it.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +54,34 @@ class StepsInLanes:
         self._on_rank: int = trainer.accumulate_grad_batches
         self._total = self._on_rank * grid.num_ranks
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._samples: SamplesInLanes | None = None
+        # Of the first step after the data were dealt out.
+        self._epoch: int | None = None
         self._numbers: Iterator[int] | None = None
         self._left = 0
+        self._forget_data()
+
+    def _forget_data(self) -> None:
+        """Lets the Trainer ask for data again; `estimated_stepping_batches` may have done so too early."""
+        self._trainer.fit_loop._combined_loader = None
+
+    def require_schedulers(self) -> None:
+        """Checks that learning rates change by steps, or by epochs.
+
+        Raises:
+            ValueError: if one changes by microbatches, of which ranks have more or fewer.
+        """
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval == "step" and config.frequency != 1:
+                raise ValueError(
+                    f"a learning rate scheduler with frequency={config.frequency}, which counts microbatches "
+                    "of each rank; with lanes leave it at 1, and let the scheduler count steps"
+                )
 
     # ---- data -------------------------------------------------------------------------------------------
 
     def dealt(self, loader: object) -> object:
-        """The Trainer's loader of training data, changed to load this rank's microbatches.
+        """A loader of this rank's microbatches, in place of the Trainer's loader of training data.
 
         Raises:
             ValueError: if the data have no order that all ranks know, or lanes cannot have equally many.
@@ -72,61 +94,89 @@ class StepsInLanes:
         ):
             raise ValueError(
                 "with lanes a batch is known by its number over all ranks; take a DataLoader of a data set "
-                "with a length, with its own batches and no sampler, which the Trainer then brings"
+                "with a length, with its own batches and no sampler, for which the Trainer brings one (leave "
+                "use_distributed_sampler=False out)"
             )
         every: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
         batches = BatchSampler(every, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
-        progress = self._trainer.fit_loop
-        done, epochs = progress.epoch_loop.batch_progress.current.ready, progress.epoch_progress.current.ready
-        samples = SamplesInLanes(batches, self._on_rank, "accumulate_grad_batches", self._lanes, self._grid)
-        if 0 < done < len(samples) // batches.batch_size:
-            # A checkpoint from within an epoch, which Lightning would begin once more with its first data.
-            samples.skipped, epochs = done, epochs - 1
+        names = "accumulate_grad_batches", "drop_last=True of the DataLoader"
+        samples = SamplesInLanes(batches, self._on_rank, names, self._lanes, self._grid)
+        fit = self._trainer.fit_loop
+        epochs, done = fit.epoch_progress.current, fit.epoch_loop.batch_progress
+        self._epoch = epochs.processed
+        if fit.restarting and epochs.processed < epochs.started:
+            # From a checkpoint within an epoch, which Lightning would begin once more with its first data, or
+            # after its last batch.
+            if done.is_last_batch:
+                self._epoch += 1
+            else:
+                samples.skipped = done.current.processed
         # Workers ask for their first batches before Lightning sets it.
-        samples.set_epoch(epochs)
-        loader.batch_sampler.sampler = samples
-        return loader
+        samples.set_epoch(self._epoch)
+        self._samples = samples
+        # The loader may be the user's own, which validation loads, too.
+        mine = copy.copy(loader)
+        in_lanes = BatchSampler(samples, batches.batch_size, batches.drop_last)
+        vars(mine).update(sampler=samples, batch_sampler=in_lanes)
+        return mine
 
     # ---- microbatches -----------------------------------------------------------------------------------
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
-        """Context of a training step: tells the engine its number, by which dropout is seeded.
+        """Context of a training step, which seeds dropout by the number of the microbatch.
 
         Raises:
-            ValueError: if Lightning's step has not the microbatches that were dealt out.
+            ValueError: if a step of Lightning has not the microbatches that were dealt out.
+            RuntimeError: if a step begins elsewhere than Lightning's.
         """
-        if not self._left:
-            self._begin_step()
-        assert self._numbers is not None
+        place = self._trainer.fit_loop.batch_idx
+        if place % self._on_rank == 0:
+            self._begin_step(place)
+        if self._numbers is None:
+            raise RuntimeError(
+                f"microbatch {place} of an epoch follows a step that has ended, or was not begun; with lanes "
+                "steps are whole: leave out a whole step instead of a batch, on all ranks"
+            )
         number = next(self._numbers)
         device = self._module.device
-        # Random numbers outside of microbatches stay the same on all ranks.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self._seed * 1_000_003 + self._trainer.global_step * self._total + number)
             yield
 
-    def _begin_step(self) -> None:
-        trainer, place = self._trainer, self._trainer.fit_loop.batch_idx
+    def _begin_step(self, place: int) -> None:
+        self.close()
+        trainer, loaders = self._trainer, self._trainer.fit_loop._combined_loader.flattened
+        if len(loaders) != 1 or loaders[0].sampler is not self._samples:
+            raise ValueError(
+                f"lanes with {len(loaders)} loaders of training data, whose batches have no common numbers; "
+                "take one DataLoader"
+            )
         if trainer.accumulate_grad_batches != self._on_rank:
             raise ValueError(
                 f"accumulate_grad_batches has become {trainer.accumulate_grad_batches}, and data were dealt "
                 f"out to lanes for {self._on_rank}; leave out GradientAccumulationScheduler"
             )
-        length = len(trainer.train_dataloader)
-        dealt, self._left = (
-            min(self._on_rank, end - place) for end in (length, int(trainer.num_training_batches))
-        )
-        if dealt != self._left:
+        length = len(loaders[0])
+        if trainer.num_training_batches != length:
             raise ValueError(
-                f"limit_train_batches ends an epoch after {self._left} of the {dealt} microbatches of a "
-                f"step; with lanes take a multiple of accumulate_grad_batches={self._on_rank}"
+                f"{trainer.num_training_batches} of the {length} batches of an epoch: limit_train_batches, "
+                "overfit_batches and fast_dev_run count those of each rank; with lanes leave them out, and "
+                "take max_steps"
             )
-        of_step = self._lanes.microbatches(self._grid, dealt * self._grid.num_ranks)
+        if place >= length or (self._epoch is not None and trainer.current_epoch != self._epoch):
+            raise ValueError(
+                f"Lightning goes on with batch {place} of epoch {trainer.current_epoch}, and data were dealt "
+                f"out for {length} batches of epoch {self._epoch}; go on with max_epochs instead of "
+                "max_steps, or from a checkpoint that was saved within an epoch"
+            )
+        self._epoch = None
+        self._left = min(self._on_rank, length - place)
+        of_step = self._lanes.microbatches(self._grid, self._left * self._grid.num_ranks)
         self._numbers = iter(microbatches(self._module, of_step))
 
     def share(self, loss: Tensor) -> Tensor:
-        """The loss of a microbatch, divided by those of one rank, divided by those of all."""
+        """A loss that Lightning has divided by accumulate_grad_batches, divided by the number of ranks."""
         return loss / self._grid.num_ranks
 
     def end_microbatch(self) -> None:
@@ -134,6 +184,24 @@ class StepsInLanes:
         self._left -= 1
         if not self._left:
             self.close()
+
+    def whole(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of an optimizer's step, which runs the last microbatch, with a check after it.
+
+        Raises:
+            RuntimeError: when called, if the step lacks a backward.
+        """
+
+        def checked() -> Any:
+            found = closure()
+            if self._left:
+                raise RuntimeError(
+                    f"an optimizer's step {self._left} backwards before its end: with lanes each batch has "
+                    "one, so training_step may not return None"
+                )
+            return found
+
+        return checked
 
     def close(self) -> None:
         """Ends the running step, whether or not it is complete."""
@@ -167,13 +235,14 @@ class StepsInLanes:
                 f"batches={self._on_rank} on {ranks} ranks are {self._total}; with lanes their number stays"
             )
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done = progress["current"]["processed"] * saved["ranks"]
+        if done % self._total and not progress["is_last_batch"]:
+            raise ValueError(
+                f"the checkpoint was saved after {done} microbatches of an epoch, within a step of "
+                f"{self._total}, whose gradients it does not have; save at ends of steps"
+            )
         for counts in (progress["total"], progress["current"]):
-            processed, rest = divmod(counts["processed"] * saved["ranks"], ranks)
-            if rest:
-                raise ValueError(
-                    f"the checkpoint was saved within a step, after {counts['processed']} microbatches of "
-                    f"each of {saved['ranks']} ranks, which {ranks} cannot share; save at ends of steps"
-                )
             # Hooks save between one count and the next, which Lightning finds out from their differences.
-            moved = processed - counts["processed"]
+            moved = counts["processed"] * saved["ranks"] // ranks - counts["processed"]
             counts.update({name: count + moved for name, count in counts.items()})
+        self._forget_data()

@@ -171,11 +171,12 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         self.model = module = self._module
         way_out = "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)"
         require_place(module, self.root_device, self.world_size, "Lightning", way_out)
-        self._lanes = None
         if trainer.state.fn == "fit":
-            if module.fsdp_state.policy.lanes is not None:
-                self._lanes = StepsInLanes(module, trainer)
+            has_lanes = module.fsdp_state.policy.lanes is not None
+            self._lanes = StepsInLanes(module, trainer) if has_lanes else None
             self.setup_optimizers(trainer)
+            if self._lanes is not None:
+                self._lanes.require_schedulers()
         self.setup_precision_plugin()
 
     def _shard(self, module: pytorch.LightningModule) -> None:
@@ -264,6 +265,17 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
         found = super().backward(self._lanes.share(closure_loss), optimizer, *args, **kwargs)
         self._lanes.end_microbatch()
         return found
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs the last microbatch of a step, and the optimizer.
+
+        Raises:
+            RuntimeError: with lanes, if a microbatch of the step had no backward.
+        """
+        closure = closure if self._lanes is None else self._lanes.whole(closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
@@ -356,7 +368,7 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
             return self._load_file(path, weights_only)
         opened, extra = open_folder(path, module, weights_only)
         optimizer = self.optimizers[0] if self._is_fitting and self.optimizers else None
-        if self._lanes is not None:
+        if self._lanes is not None and self._is_fitting:
             self._lanes.count_on_these_ranks(extra)
         load_opened(opened, module, optimizer, ema=self.ema if self._is_fitting else None)
         return extra

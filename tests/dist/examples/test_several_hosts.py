@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.hosts import ON_CPUS, lines_of, resumed_after, run_with_a_loss
+from tests.support.hosts import ON_CPUS, lines_of, require_resumed, run_with_a_loss
 from tests.support.programs import run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
@@ -39,5 +39,5 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_bits(tmp_path: Path) -> N
     steps, errors = run_with_a_loss(program(tmp_path / "hosts"), step=12, ranks=2)
     assert "has ended, or left a collective" in errors
     # Steps that were not saved are repeated by the two ranks that are left.
-    resumed_after([step["step"] for step in steps], STEPS, SAVE_EVERY)
+    require_resumed([step["step"] for step in steps], STEPS, SAVE_EVERY)
     assert [step for step in steps if figures(step) != expected[step["step"]]] == []

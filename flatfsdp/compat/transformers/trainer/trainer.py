@@ -221,9 +221,9 @@ class FlatTrainer(transformers.Trainer, metaclass=_ShardsLast):
                 f"the model is data parallel over {grid.num_ranks} of {self.args.world_size} ranks, and "
                 "Trainer gives each of them other data; shard it over all"
             )
-        option = "gradient_accumulation_steps"
+        names = "gradient_accumulation_steps", "dataloader_drop_last=True"
         # Accelerate makes batches of the samples, and gives each N-th to this rank.
-        samples = SamplesInLanes(batches, on_rank, option, self._lanes, grid, copies=grid.num_ranks)
+        samples = SamplesInLanes(batches, on_rank, names, self._lanes, grid, copies=grid.num_ranks)
         loader.set_sampler(samples)
         return loader
 
