@@ -133,6 +133,16 @@ class Skips(Program):
         return None if index % TOTAL == TOTAL - 1 else super().training_step(batch, index)
 
 
+class Stateful(DataLoader[Tensor]):
+    """Has a position, as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignores it."""
+
+
 class EndsEarly(Program):
     """Ends each epoch within a step."""
 
@@ -184,6 +194,7 @@ def test_what_depends_on_the_number_of_ranks_raises(rank: int, world_size: int, 
     refused("lanes with manual optimization", None, Program(manual=True), **once)
     sampler = SequentialSampler(range(SAMPLES))
     refused("with its own batches and no sampler", data(sampler=sampler), use_distributed_sampler=False)
+    refused("and Stateful would do so once more", Stateful(list(torch.zeros(SAMPLES, 8)), batch_size=2))
     refused("lanes with 2 loaders of training data", [data(), data()])
     refused("scheduler with frequency=2", None, Counts())
 

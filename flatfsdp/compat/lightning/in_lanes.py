@@ -97,6 +97,11 @@ class StepsInLanes:
                 "with a length, with its own batches and no sampler, for which the Trainer brings one (leave "
                 "use_distributed_sampler=False out)"
             )
+        if hasattr(loader, "load_state_dict"):
+            raise ValueError(
+                f"with lanes a fit goes on within an epoch by itself, and {type(loader).__name__} would do "
+                "so once more; take a DataLoader"
+            )
         every: Any = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
         batches = BatchSampler(every, loader.batch_sampler.batch_size, loader.batch_sampler.drop_last)
         names = "accumulate_grad_batches", "drop_last=True of the DataLoader"
