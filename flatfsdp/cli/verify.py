@@ -59,8 +59,9 @@ class Row:
 
     def ends(self) -> Sequence[str]:
         """Names of the runs that are compared."""
-        spreads = () if self.configuration.lanes is None else self.spreads()
-        return [spread.name for spread in spreads] or self.switch.ends
+        if self.configuration.lanes is None:
+            return self.switch.ends
+        return [spread.name for spread in self.spreads()]
 
     def spreads(self) -> list[Spread]:
         """The runs of a row with lanes: one on a single rank, and with the switch off and on those on all."""

@@ -145,6 +145,7 @@ class StepsInLanes:
             )
         number = next(self._numbers)
         device = self._module.device
+        # What is drawn between microbatches must not depend on how many of them this rank runs.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(self._seed * 1_000_003 + self._trainer.global_step * self._total + number)
             yield
