@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from flatfsdp import by_class, checkpoint, microbatches, register_forward_method, shard
 from flatfsdp.optim import AdamW
@@ -167,6 +168,20 @@ def test_replicas_of_shard_groups_that_reduce_in_every_microbatch(
     assert (module.fsdp_state.grid.replicate.size, module.fsdp_state.grid.shard.size) == (2, 2)
 
 
+class SlowRows(Dataset[Tensor]):
+    """Random rows, for each of which a rank waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self._seconds)
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
 class Fused(Program):
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=1e-2)
@@ -196,12 +211,17 @@ def test_the_callback_logs_figures_of_all_ranks(
         "log_every_n_steps": 2,
         "max_epochs": 2,
         "gradient_clip_val": clip,
+        "limit_val_batches": 1,
     }
     callbacks = [MetricsCallback(torch.numel, flops_per_token=1e6), Notes()]
     run = trainer(rank, world_size, tmp_path, FlatFSDPStrategy(), callbacks=callbacks, **options)
-    run.fit(program(), data(), data(1))
+    profiler = run.profiler
+    run.fit(program(), DataLoader(SlowRows(0.005), 2), DataLoader(SlowRows(0.25), 2))
+    assert run.profiler is profiler
     # Six batches of a rank are three steps, and there are two epochs.
-    assert len(found) >= 2 and "data_s" not in found[0]
+    assert len(found) >= 2
+    # Two steps have four batches of two rows; between the second step and the fourth is a validation.
+    assert all(4 * 2 * 0.005 <= figures["data_s"] < 2 * 0.25 for figures in found[:2])
     # What the optimizer finds after the Trainer's clipping is no norm of the step.
     assert ("grad_norm" in found[0]) is has_norm
     if has_norm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,31 +34,26 @@ class StepsInLanes:
         trainer: Lightning's Trainer, in `fit`.
 
     Raises:
-        ValueError: if the number of ranks is no power of two; for manual optimization.
+        ValueError: for manual optimization.
     """
 
     def __init__(self, module: Any, trainer: Any) -> None:
-        grid = module.fsdp_state.grid
-        if grid.num_ranks & (grid.num_ranks - 1):
-            raise ValueError(
-                f"lanes on {grid.num_ranks} ranks: Lightning divides losses by accumulate_grad_batches, and "
-                "only a power of two divides them further without rounding; take 1, 2, 4, 8 ... ranks"
-            )
         if not module.automatic_optimization:
             raise ValueError(
                 "lanes with manual optimization, whose steps Lightning does not know; leave lanes out, or "
                 "train with Fabric in a loop over flatfsdp.microbatches(model, batches)"
             )
-        self._module, self._trainer, self._grid = module, trainer, grid
+        self._module, self._trainer, self._grid = module, trainer, module.fsdp_state.grid
         self._lanes = module.fsdp_state.policy.lanes
         self._on_rank: int = trainer.accumulate_grad_batches
-        self._total = self._on_rank * grid.num_ranks
+        self._total = self._on_rank * self._grid.num_ranks
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._samples: SamplesInLanes | None = None
         # Of the first step after the data were dealt out.
         self._epoch: int | None = None
         self._numbers: Iterator[int] | None = None
         self._left = 0
+        self._loss: Tensor | None = None
         self._forget_data()
 
     def _forget_data(self) -> None:
@@ -181,9 +176,19 @@ class StepsInLanes:
         of_step = self._lanes.microbatches(self._grid, self._left * self._grid.num_ranks)
         self._numbers = iter(microbatches(self._module, of_step))
 
-    def share(self, loss: Tensor) -> Tensor:
-        """A loss that Lightning has divided by accumulate_grad_batches, divided by the number of ranks."""
-        return loss / self._grid.num_ranks
+    def keep_loss(self, output: Any) -> None:
+        """Keeps the loss in a result of `training_step`, from which Lightning makes another one."""
+        self._loss = output.get("loss") if isinstance(output, Mapping) else output
+
+    def share(self) -> Tensor:
+        """The loss of this microbatch, divided by those of a step on all ranks.
+
+        Lightning divides by the microbatches of a rank.  A second division, by the ranks, would round again,
+        and other numbers of ranks in other ways.
+        """
+        loss, self._loss = self._loss, None
+        assert loss is not None
+        return loss / self._total
 
     def end_microbatch(self) -> None:
         """Tells the engine, after the last backward of a step, that the step is over."""

@@ -149,8 +149,8 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
         Raises:
             ValueError: if only a part of it is sharded, or the module is on another device or over other
-                ranks; if checkpoints are to be saved to a URL, or by a CheckpointIO; in `fit`, if its lanes
-                do not go with the number of ranks or manual optimization.
+                ranks; if checkpoints are to be saved to a URL, or by a CheckpointIO; in `fit`, for lanes
+                with manual optimization.
             TypeError: if it cannot be sharded in place.
             NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
@@ -253,16 +253,20 @@ class FlatFSDPStrategy(pytorch.strategies.DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's `training_step`; with lanes, as a microbatch among those of all ranks."""
-        with nullcontext() if self._lanes is None else self._lanes.microbatch():
+        if self._lanes is None:
             return super().training_step(*args, **kwargs)
+        with self._lanes.microbatch():
+            output = super().training_step(*args, **kwargs)
+        self._lanes.keep_loss(output)
+        return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs the backward; with lanes, whose gradients are added over ranks, of this rank's share."""
+        """Runs the backward; with lanes, whose gradients are added over ranks, of a share of the loss."""
         if self._lanes is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        found = super().backward(self._lanes.share(closure_loss), optimizer, *args, **kwargs)
+        found = super().backward(self._lanes.share(), optimizer, *args, **kwargs)
         self._lanes.end_microbatch()
         return found
 
@@ -414,7 +418,7 @@ class MetricsCallback(pytorch.Callback):
         trainer = Trainer(callbacks=[MetricsCallback(tokens=torch.numel)], strategy=FlatFSDPStrategy(...))
 
     With FlatFSDP's optimizers the gradient norm is among them, unless the Trainer clips.  Validation does not
-    count, and waiting for data is not told apart; `Trainer(profiler="simple")` does.
+    count.
 
     Args:
         tokens: tells the number of tokens in a batch of one rank.
@@ -435,6 +439,18 @@ class MetricsCallback(pytorch.Callback):
         """Begins the first interval."""
         self._metrics = Metrics(module.device, flops_per_token=self._flops_per_token, gemms=self._gemms)
         self._logged = trainer.global_step
+        trainer.profiler = _LoadingProfiler(trainer.profiler, self._metrics)
+
+    def on_train_end(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
+        """Gives the Trainer its profiler back."""
+        if isinstance(trainer.profiler, _LoadingProfiler):
+            trainer.profiler = trainer.profiler.of_trainer
+
+    def on_exception(
+        self, trainer: pytorch.Trainer, module: pytorch.LightningModule, exception: BaseException
+    ) -> None:
+        """The same."""
+        self.on_train_end(trainer, module)
 
     def on_train_batch_end(
         self, trainer: pytorch.Trainer, module: pytorch.LightningModule, outputs: Any, batch: Any, *_: Any
@@ -446,8 +462,7 @@ class MetricsCallback(pytorch.Callback):
             is_clipped = trainer.gradient_clip_val
             norm = None if is_clipped else getattr(trainer.optimizers[0], "grad_norm", None)
             self._logged, figures = trainer.global_step, self._metrics.report(grad_norm=norm)
-            known = {name: value for name, value in figures.items() if value is not None}
-            module.log_dict({name: value for name, value in known.items() if not name.startswith("data_")})
+            module.log_dict({name: value for name, value in figures.items() if value is not None})
 
     def on_validation_start(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
         """Stops the clock, unless training has not begun."""
@@ -457,3 +472,23 @@ class MetricsCallback(pytorch.Callback):
     def on_validation_end(self, trainer: pytorch.Trainer, module: pytorch.LightningModule) -> None:
         """Lets the clock go on."""
         self._paused.close()
+
+
+class _LoadingProfiler:
+    """The Trainer's profiler while it trains, as Lightning tells nobody else when it waits for data."""
+
+    def __init__(self, profiler: pytorch.profilers.Profiler, metrics: Metrics) -> None:
+        self.of_trainer, self._metrics, self._wait = profiler, metrics, ExitStack()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of_trainer, name)
+
+    def start(self, action_name: str) -> None:
+        self.of_trainer.start(action_name)
+        if action_name.endswith(".train_dataloader_next"):
+            self._wait.enter_context(self._metrics.loading())
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith(".train_dataloader_next"):
+            self._wait.close()
+        self.of_trainer.stop(action_name)
