@@ -449,7 +449,7 @@ class MetricsCallback(pytorch.Callback):
     def on_exception(
         self, trainer: pytorch.Trainer, module: pytorch.LightningModule, exception: BaseException
     ) -> None:
-        """The same."""
+        """Gives it back as well, as such a training does not come to its end."""
         self.on_train_end(trainer, module)
 
     def on_train_batch_end(
